@@ -1,0 +1,56 @@
+// Softmax of a row whose scores arrive tile by tile (FlashAttention, Algorithm 1 lines 10-13; arXiv 1805.02867):
+// the running maximum and sum, and the rules for rows that have seen nothing yet or never will.
+#pragma once
+
+#include <limits>
+
+#include "host_device.h"
+#include "score.h"
+
+namespace flash {
+
+template <class Math>
+struct OnlineSoftmax {
+    using Real = typename Math::Real;
+    using Value = typename Math::Value;
+
+    Value row_max;  // log2 units; -inf until a visible score arrives
+    Value row_sum;  // of exp2(score - row_max)
+
+    FLASH_HOST_DEVICE OnlineSoftmax() : row_max(minus_infinity()), row_sum(Math::broadcast(Real(0))) {}
+
+    FLASH_HOST_DEVICE static Value minus_infinity() { return Math::broadcast(-std::numeric_limits<Real>::infinity()); }
+
+    // Takes the next tile's maximum; returns the factor for what was accumulated under the old maximum. A NaN score
+    // is no maximum: it reaches the sum, and so the output, through probability().
+    FLASH_HOST_DEVICE Value update(Value tile_max) {
+        const Value old_max = row_max;
+        row_max = Math::select(tile_max > old_max, tile_max, old_max);
+        const Value rescale = Math::exp2(old_max - reference());
+        row_sum = row_sum * rescale;
+        return rescale;
+    }
+
+    // The maximum, or 0 where all is masked so far: -inf - (-inf) would be NaN.
+    FLASH_HOST_DEVICE Value reference() const {
+        return Math::select(row_max == minus_infinity(), Math::broadcast(Real(0)), row_max);
+    }
+
+    FLASH_HOST_DEVICE Value probability(Value score_log2) const { return Math::exp2(score_log2 - reference()); }
+
+    FLASH_HOST_DEVICE void add(Value tile_sum) { row_sum = row_sum + tile_sum; }
+
+    // Factor that turns accumulated output into the softmax average; 0 for a row without a visible key.
+    FLASH_HOST_DEVICE Value normalizer() const {
+        const Value zero = Math::broadcast(Real(0));
+        return Math::select(row_sum == zero, zero, Math::broadcast(Real(1)) / row_sum);
+    }
+
+    // Natural logarithm of the summed exponentials; -inf for a row without a visible key.
+    FLASH_HOST_DEVICE Value log_sum_exp() const {
+        return Math::select(row_sum == Math::broadcast(Real(0)), minus_infinity(),
+                            row_max * Real(kLn2) + Math::log(row_sum));
+    }
+};
+
+}  // namespace flash

@@ -1,0 +1,77 @@
+// Which key positions a tile of query rows visits, in runs, and whether a run needs the element mask. The backward
+// walks the same object with the roles of queries and keys exchanged (Mask::queries_of, BlockLists of the transpose).
+//
+// Let [begin(i), end(i)) be what row i sees; both ends never decrease with i. Rows [a, b] then visit
+// [begin(a), end(b)), and every one of them sees all of [begin(b), end(a)):
+//
+//      begin(a)      begin(b)            end(a)        end(b)
+//         |-- masked --|------ plain ------|-- masked --|
+//
+// (The plain part is empty where begin(b) >= end(a).) A block list cuts the visited positions into spans; each span
+// is split at the same two places.
+#pragma once
+
+#include "block_mask.h"
+#include "host_device.h"
+#include "mask.h"
+
+namespace flash {
+
+struct Run {
+    int64_t begin, end;  // positions; begin is a multiple of the granularity, or the begin of a listed block
+    bool masked;         // some row of the tile does not see some position of the run
+};
+
+class TileSchedule {
+  public:
+    // first_row, last_row: what the tile's first and last row see. Runs begin and plain runs end at multiples of
+    // granularity (the engine's tile, where it may not start tiles elsewhere), so a plain run is whole tiles.
+    FLASH_HOST_DEVICE TileSchedule(Interval first_row, Interval last_row, int64_t granularity)
+        : visited_{first_row.begin / granularity * granularity, last_row.end},
+          plain_{(last_row.begin + granularity - 1) / granularity * granularity, first_row.end / granularity * granularity},
+          position_(visited_.begin), span_end_(visited_.end), blocks_{nullptr, 0, 0} {}
+
+    // With a block list the granularity must divide the block.
+    FLASH_HOST_DEVICE TileSchedule(Interval first_row, Interval last_row, int64_t granularity, const BlockList& blocks)
+        : TileSchedule(first_row, last_row, granularity) {
+        blocks_ = blocks;
+        span_end_ = position_;
+    }
+
+    // The next run in ascending order; false at the end.
+    FLASH_HOST_DEVICE bool next(Run& run) {
+        while (position_ >= span_end_)
+            if (!next_span()) return false;
+        if (plain_.empty() || position_ >= plain_.end) {
+            run = {position_, span_end_, true};
+        } else if (position_ < plain_.begin) {
+            run = {position_, span_end_ < plain_.begin ? span_end_ : plain_.begin, true};
+        } else {
+            run = {position_, span_end_ < plain_.end ? span_end_ : plain_.end, false};
+        }
+        position_ = run.end;
+        return true;
+    }
+
+  private:
+    // Neighbouring blocks make one span, so that the engine's tiles need not end at each of them.
+    FLASH_HOST_DEVICE bool next_span() {
+        if (blocks_.count == 0) return false;
+        const int64_t first = blocks_.indices[0];
+        int64_t last = first;
+        do {
+            ++blocks_.indices;
+            --blocks_.count;
+        } while (blocks_.count > 0 && blocks_.indices[0] == last + 1 && ++last);
+        const Interval span = intersection({first * blocks_.block, (last + 1) * blocks_.block}, visited_);
+        position_ = span.begin;
+        span_end_ = span.end;
+        return true;
+    }
+
+    Interval visited_, plain_;
+    int64_t position_, span_end_;
+    BlockList blocks_;
+};
+
+}  // namespace flash

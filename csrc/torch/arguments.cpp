@@ -1,0 +1,251 @@
+#include "arguments.h"
+
+#include <cmath>
+#include <limits>
+
+#include "checks.h"
+
+namespace flash {
+namespace {
+
+constexpr int64_t kMaxHeadDim = 256;
+constexpr int64_t kMaxPosition = std::numeric_limits<int32_t>::max() / 2;  // positions and their sums fit 32 bits
+
+DType dtype_of(const char* name, const Tensor& tensor) {
+    switch (tensor.scalar_type()) {
+        case ScalarType::Half: return DType::float16;
+        case ScalarType::BFloat16: return DType::bfloat16;
+        case ScalarType::Float: return DType::float32;
+        case ScalarType::Double: return DType::float64;
+        default: break;
+    }
+    check(false, name, " is ", describe(tensor), "; its dtype must be float16, bfloat16, float32 or float64");
+    __builtin_unreachable();
+}
+
+int64_t window_of(int64_t window) { return window < 0 ? -1 : window < kMaxPosition ? window : kMaxPosition; }
+
+}  // namespace
+
+Arguments::Arguments(const Tensor& q, const Tensor& k, const Tensor& v, const Options& options)
+    : problem{}, q_(q), k_(k), v_(v) {
+    check(options.cu_seqlens_q.has_value() == options.cu_seqlens_k.has_value(),
+          "cu_seqlens_q and cu_seqlens_k must be given together");
+    const int64_t dims = options.cu_seqlens_q ? 3 : 4;
+    const char* layout = dims == 3 ? " [total, heads, head_dim]" : " [batch, seqlen, heads, head_dim]";
+    for (const auto& [name, tensor] : {std::pair{"q", &q_}, {"k", &k_}, {"v", &v_}}) {
+        check(tensor->dim() == dims, name, " is ", describe(*tensor), "; it must have ", dims, " dimensions,", layout);
+        check_device(name, *tensor);
+    }
+    problem.dtype = dtype_of("q", q_);
+    check_dtype("k", k_, q_.scalar_type(), " as q is; cast one of them");
+    check_dtype("v", v_, q_.scalar_type(), " as q is; cast one of them");
+    set_shapes();
+    set_sequences(options);
+    set_scores(options);
+    set_dropout(options);
+    problem.key_blocks = block_lists("query", options.key_block_counts, options.key_block_indices, options.block_size_q,
+                                     options.block_size_k, problem.seqlen_q, problem.seqlen_k);
+    problem.query_blocks = block_lists("key", options.query_block_counts, options.query_block_indices,
+                                       options.block_size_k, options.block_size_q, problem.seqlen_k, problem.seqlen_q);
+    problem.q = view(q_);
+    problem.k = view(k_);
+    problem.v = view(v_);
+}
+
+void Arguments::set_shapes() {
+    const bool dense = q_.dim() == 4;
+    const int64_t row = dense ? 1 : 0, head = row + 1, dim = row + 2;
+    problem.batch = dense ? q_.size(0) : 0;
+    problem.rows_q = q_.size(row);
+    problem.rows_k = k_.size(row);
+    problem.heads_q = q_.size(head);
+    problem.heads_k = k_.size(head);
+    problem.head_dim = q_.size(dim);
+    problem.head_dim_v = v_.size(dim);
+    check(!dense || problem.batch > 0, "q has shape ", shape_of(q_), "; the batch size must be positive");
+    check(problem.heads_q > 0 && problem.heads_k > 0 && problem.heads_q % problem.heads_k == 0, "q has ",
+          problem.heads_q, " heads and k has ", problem.heads_k, "; k's must be positive and divide q's");
+    for (const auto& [name, size] : {std::pair{"q", problem.head_dim}, {"v", problem.head_dim_v}})
+        check(size >= 1 && size <= kMaxHeadDim, name, " has head_dim ", size, "; it must be from 1 to ", kMaxHeadDim);
+    check(problem.rows_q <= kMaxPosition && problem.rows_k <= kMaxPosition, "q has ", problem.rows_q, " rows and k ",
+          problem.rows_k, "; at most ", kMaxPosition, " are supported");
+    if (dense) {
+        check_shape("k", k_, {problem.batch, problem.rows_k, problem.heads_k, problem.head_dim});
+        check_shape("v", v_, {problem.batch, problem.rows_k, problem.heads_k, problem.head_dim_v});
+    } else {
+        check_shape("k", k_, {problem.rows_k, problem.heads_k, problem.head_dim});
+        check_shape("v", v_, {problem.rows_k, problem.heads_k, problem.head_dim_v});
+    }
+    problem.seqlen_q = problem.rows_q;
+    problem.seqlen_k = problem.rows_k;
+}
+
+const int32_t* Arguments::offsets(const char* name, const Tensor& tensor, int64_t total, int64_t& longest) {
+    check(tensor.dim() == 1 && tensor.size(0) >= 2, name, " is ", describe(tensor),
+          "; it must have one dimension, of batch + 1 >= 2 offsets");
+    check(tensor.scalar_type() == ScalarType::Int || tensor.scalar_type() == ScalarType::Long, name, " is ",
+          describe(tensor), "; its dtype must be int32 (or int64)");
+    check_device(name, tensor);
+    if (tensor.scalar_type() == ScalarType::Long) {
+        // Before narrowing, so that no offset wraps into a plausible one.
+        const Tensor wide = torch::stable::contiguous(tensor);
+        const int64_t* values = wide.const_data_ptr<int64_t>();
+        for (int64_t i = 0; i < wide.size(0); ++i)
+            check(values[i] >= 0 && values[i] <= total, name, "[", i, "] is ", values[i], "; there are ", total, " rows");
+    }
+    kept_.push_back(torch::stable::contiguous(torch::stable::to(tensor, ScalarType::Int)));
+    const int32_t* values = kept_.back().const_data_ptr<int32_t>();
+    const int64_t batch = tensor.size(0) - 1;
+    check(values[0] == 0, name, "[0] is ", values[0], "; the first sequence must start at row 0");
+    longest = 0;
+    for (int64_t i = 0; i < batch; ++i) {
+        const int64_t length = int64_t(values[i + 1]) - values[i];
+        check(length >= 0, name, " decreases from ", values[i], " to ", values[i + 1], " at index ", i + 1,
+              "; it must never decrease");
+        longest = length > longest ? length : longest;
+    }
+    check(values[batch] <= total, name, " ends at ", values[batch], ", but there are only ", total, " rows");
+    return values;
+}
+
+void Arguments::set_sequences(const Options& options) {
+    if (!options.cu_seqlens_q) return;
+    check(options.cu_seqlens_q->numel() == options.cu_seqlens_k->numel(), "cu_seqlens_q has ",
+          options.cu_seqlens_q->numel(), " offsets and cu_seqlens_k ", options.cu_seqlens_k->numel(),
+          "; they must be as many");
+    check(options.max_seqlen_q >= 0 && options.max_seqlen_k >= 0, "max_seqlen_q is ", options.max_seqlen_q,
+          " and max_seqlen_k ", options.max_seqlen_k, "; they must not be negative");
+    problem.cu_seqlens_q = offsets("cu_seqlens_q", *options.cu_seqlens_q, problem.rows_q, problem.seqlen_q);
+    problem.cu_seqlens_k = offsets("cu_seqlens_k", *options.cu_seqlens_k, problem.rows_k, problem.seqlen_k);
+    check(problem.seqlen_q <= options.max_seqlen_q, "max_seqlen_q is ", options.max_seqlen_q,
+          ", but cu_seqlens_q has a sequence of ", problem.seqlen_q);
+    check(problem.seqlen_k <= options.max_seqlen_k, "max_seqlen_k is ", options.max_seqlen_k,
+          ", but cu_seqlens_k has a sequence of ", problem.seqlen_k);
+    problem.batch = options.cu_seqlens_q->numel() - 1;
+}
+
+void Arguments::set_scores(const Options& options) {
+    check(std::isfinite(options.softmax_scale), "softmax_scale is ", options.softmax_scale, "; it must be finite");
+    check(std::isfinite(options.softcap) && options.softcap >= 0, "softcap is ", options.softcap,
+          "; it must be finite and at least 0 (0: off)");
+    problem.softmax_scale = options.softmax_scale;
+    problem.softcap = options.softcap;
+    problem.window_left = window_of(options.window_size_left);
+    problem.window_right = window_of(options.window_size_right);
+    if (!options.alibi_slopes) return;
+    const Tensor& slopes = *options.alibi_slopes;
+    check_dtype("alibi_slopes", slopes, ScalarType::Float, "");
+    check_device("alibi_slopes", slopes);
+    const bool per_batch = slopes.dim() == 2;
+    check((slopes.dim() == 1 || (per_batch && slopes.size(0) == problem.batch)) &&
+              slopes.size(slopes.dim() - 1) == problem.heads_q,
+          "alibi_slopes has shape ", shape_of(slopes), "; it must be [", problem.heads_q, "] (heads) or [",
+          problem.batch, ", ", problem.heads_q, "] (batch, heads)");
+    kept_.push_back(torch::stable::contiguous(slopes));
+    problem.alibi_slopes = kept_.back().const_data_ptr<float>();
+    problem.alibi_batch_stride = per_batch ? problem.heads_q : 0;
+}
+
+void Arguments::set_dropout(const Options& options) {
+    check(options.dropout_p >= 0 && options.dropout_p < 1, "dropout_p is ", options.dropout_p,
+          "; it must be at least 0 and below 1");
+    if (options.dropout_p == 0) return;
+    check(options.softcap == 0, "softcap is ", options.softcap, " and dropout_p ", options.dropout_p,
+          "; softcap does not support dropout");
+    check(options.rng_state.has_value(), "dropout_p is ", options.dropout_p, ", so rng_state must be given");
+    check_dtype("rng_state", *options.rng_state, ScalarType::Long, "");
+    check_shape("rng_state", *options.rng_state, {2});
+    check_device("rng_state", *options.rng_state);
+    kept_.push_back(torch::stable::contiguous(*options.rng_state));
+    problem.rng_state = kept_.back().const_data_ptr<int64_t>();
+    const double threshold = std::round(options.dropout_p * 65536);
+    problem.dropout_threshold = uint32_t(threshold < 65535 ? threshold : 65535);
+}
+
+BlockLists Arguments::block_lists(const char* axis, const OptionalTensor& counts, const OptionalTensor& indices,
+                                  int64_t row_block, int64_t column_block, int64_t rows, int64_t columns) {
+    BlockLists lists;
+    if (!counts || !indices) return lists;
+    check(!packed(), "block masks do not support packed sequences");
+    check(row_block > 0 && column_block > 0, "the ", axis, " blocks have sizes ", row_block, " and ", column_block,
+          "; they must be positive");
+    const int64_t block_rows = (rows + row_block - 1) / row_block, capacity = (columns + column_block - 1) / column_block;
+    for (const auto& [part, tensor] : {std::pair{"counts", &*counts}, {"indices", &*indices}}) {
+        const std::string name = std::string("the mask's ") + axis + " block " + part;
+        check_dtype(name.c_str(), *tensor, ScalarType::Int, "");
+        check_device(name.c_str(), *tensor);
+        check(tensor->dim() == (tensor == &*counts ? 3 : 4) &&
+                  (tensor->size(0) == 1 || tensor->size(0) == problem.batch) &&
+                  (tensor->size(1) == 1 || tensor->size(1) == problem.heads_q) && tensor->size(2) == block_rows,
+              name, " have shape ", shape_of(*tensor), "; they must be [1 or ", problem.batch, ", 1 or ",
+              problem.heads_q, ", ", block_rows, "...] for blocks of ", row_block, " and ", rows, " rows");
+    }
+    check_shape("the mask's block indices", *indices, {counts->size(0), counts->size(1), block_rows, capacity});
+    kept_.push_back(torch::stable::contiguous(*counts));
+    lists.counts = kept_.back().const_data_ptr<int32_t>();
+    kept_.push_back(torch::stable::contiguous(*indices));
+    lists.indices = kept_.back().const_data_ptr<int32_t>();
+    lists.batch_stride = counts->size(0) == 1 ? 0 : counts->size(1) * block_rows;
+    lists.head_stride = counts->size(1) == 1 ? 0 : block_rows;
+    lists.capacity = capacity;
+    lists.row_block = row_block;
+    lists.column_block = column_block;
+    check_block_indices(axis, lists, counts->numel());
+    return lists;
+}
+
+void Arguments::check_block_indices(const char* axis, const BlockLists& lists, int64_t block_rows) const {
+    for (int64_t row = 0; row < block_rows; ++row) {
+        check(lists.counts[row] >= 0 && lists.counts[row] <= lists.capacity, "the mask lists ", lists.counts[row],
+              " blocks in ", axis, " block row ", row, " of ", lists.capacity);
+        for (int64_t i = 0; i < lists.counts[row]; ++i) {
+            const int64_t index = lists.indices[row * lists.capacity + i];
+            check(index < lists.capacity && index > (i ? lists.indices[row * lists.capacity + i - 1] : -1),
+                  "the mask's ", axis, " block row ", row, " lists block ", index, "; blocks must ascend below ",
+                  lists.capacity);
+        }
+    }
+}
+
+TensorView Arguments::view(const Tensor& tensor) {
+    const int64_t dims = tensor.dim();
+    kept_.push_back(tensor.size(dims - 1) == 1 || tensor.stride(dims - 1) == 1 ? tensor
+                                                                                : torch::stable::contiguous(tensor));
+    const Tensor& kept = kept_.back();
+    return {kept.data_ptr(), dims == 4 ? kept.stride(0) : 0, kept.stride(dims - 3), kept.stride(dims - 2)};
+}
+
+ScalarType Arguments::accumulation_dtype() const {
+    return problem.dtype == DType::float64 ? ScalarType::Double : ScalarType::Float;
+}
+
+Tensor Arguments::new_rows_like(const Tensor& tensor, int64_t head_dim) const {
+    std::vector<int64_t> sizes(tensor.sizes().begin(), tensor.sizes().end());
+    sizes.back() = head_dim;
+    return torch::stable::new_empty(tensor, sizes, tensor.scalar_type());
+}
+
+Tensor Arguments::new_statistics() const {
+    const std::vector<int64_t> sizes = packed() ? std::vector{problem.heads_q, problem.rows_q}
+                                                : std::vector{problem.batch, problem.heads_q, problem.rows_q};
+    return torch::stable::new_empty(q_, sizes, accumulation_dtype());
+}
+
+RowStatistics Arguments::statistics_of(const Tensor& tensor) const {
+    const int64_t head_stride = problem.rows_q;
+    return {tensor.data_ptr(), packed() ? 0 : problem.heads_q * head_stride, head_stride};
+}
+
+CpuThreads::CpuThreads(const Tensor& like, size_t scratch_bytes) {
+    threads_.count = torch::stable::get_num_threads();
+    threads_.scratch_bytes = scratch_bytes;
+    scratch_ = torch::stable::new_empty(like, {int64_t(scratch_bytes) * threads_.count + 64}, ScalarType::Byte);
+    const auto address = reinterpret_cast<uintptr_t>(scratch_.data_ptr());
+    threads_.scratch = reinterpret_cast<char*>((address + 63) / 64 * 64);
+    threads_.parallel_for = [](int64_t begin, int64_t end, int64_t grain, cpu::Threads::Body body, void* context) {
+        torch::stable::parallel_for(begin, end, grain, [&](int64_t first, int64_t last) { body(first, last, context); });
+    };
+}
+
+}  // namespace flash

@@ -1,0 +1,74 @@
+// From the operators' arguments to a ForwardProblem. The tensors that the problem points into live as long as this.
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <optional>
+
+#include "../cpu/parallel.h"
+#include "../problem.h"
+
+namespace flash {
+
+using torch::stable::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+// The arguments that all attention operators share, in the order of their schemas (library.cpp).
+struct Options {
+    OptionalTensor cu_seqlens_q, cu_seqlens_k;
+    int64_t max_seqlen_q, max_seqlen_k;
+    OptionalTensor alibi_slopes, rng_state;
+    OptionalTensor key_block_counts, key_block_indices, query_block_counts, query_block_indices;
+    int64_t block_size_q, block_size_k;
+    double dropout_p, softmax_scale;
+    int64_t window_size_left, window_size_right;
+    double softcap;
+    bool deterministic;  // of the backward; the CPU engine always is
+};
+
+class Arguments {
+  public:
+    // Checks everything; throws std::runtime_error. problem.out and problem.lse are left to the caller.
+    Arguments(const Tensor& q, const Tensor& k, const Tensor& v, const Options& options);
+
+    bool packed() const { return problem.cu_seqlens_q != nullptr; }
+
+    ForwardProblem problem;
+
+    // out-like: q's shape with the last dimension replaced.
+    Tensor new_rows_like(const Tensor& tensor, int64_t head_dim) const;
+    // lse-like: [B, H, Sq] or [H, Tq] in the accumulation type.
+    Tensor new_statistics() const;
+    RowStatistics statistics_of(const Tensor& tensor) const;
+    // A tensor shaped like q (query rows) or k (key rows), with a contiguous last dimension. Holds copies alive.
+    TensorView view(const Tensor& tensor);
+    torch::headeronly::ScalarType accumulation_dtype() const;
+
+  private:
+    void set_shapes();
+    void set_sequences(const Options& options);
+    void set_scores(const Options& options);
+    void set_dropout(const Options& options);
+    BlockLists block_lists(const char* axis, const OptionalTensor& counts, const OptionalTensor& indices,
+                           int64_t row_block, int64_t column_block, int64_t rows, int64_t columns);
+    void check_block_indices(const char* axis, const BlockLists& lists, int64_t block_rows) const;
+    const int32_t* offsets(const char* name, const Tensor& tensor, int64_t total, int64_t& longest);
+
+    Tensor q_, k_, v_;
+    std::vector<Tensor> kept_;
+};
+
+// Scratch memory from torch's allocator and torch's own threads.
+class CpuThreads {
+  public:
+    CpuThreads(const Tensor& like, size_t scratch_bytes);
+    const cpu::Threads& threads() const { return threads_; }
+
+  private:
+    Tensor scratch_;
+    cpu::Threads threads_;
+};
+
+}  // namespace flash

@@ -1,0 +1,56 @@
+#include "../engine.h"
+#include "checks.h"
+#include "operators.h"
+
+namespace flash {
+namespace {
+
+void check_statistics(const char* name, const Tensor& tensor, const Arguments& arguments) {
+    const ForwardProblem& problem = arguments.problem;
+    check_device(name, tensor);
+    check_dtype(name, tensor, arguments.accumulation_dtype(), "");
+    if (arguments.packed())
+        check_shape(name, tensor, {problem.heads_q, problem.rows_q});
+    else
+        check_shape(name, tensor, {problem.batch, problem.heads_q, problem.rows_q});
+}
+
+}  // namespace
+
+std::tuple<Tensor, Tensor, Tensor> attention_backward(Tensor dout, OptionalTensor dlse, Tensor q, Tensor k, Tensor v,
+                                                      Tensor out, Tensor lse, FLASH_OPTION_PARAMETERS) {
+    Arguments arguments(q, k, v, FLASH_OPTION_ARGUMENTS);
+    BackwardProblem problem{};
+    for (const auto& [name, tensor] : {std::pair{"dout", &dout}, {"out", &out}}) {
+        check_device(name, *tensor);
+        check_dtype(name, *tensor, q.scalar_type(), " as q is");
+        if (arguments.packed())
+            check_shape(name, *tensor, {q.size(0), q.size(1), v.size(2)});
+        else
+            check_shape(name, *tensor, {q.size(0), q.size(1), q.size(2), v.size(3)});
+    }
+    check_statistics("lse", lse, arguments);
+    lse = torch::stable::contiguous(lse);
+    if (dlse) {
+        check_statistics("dlse", *dlse, arguments);
+        dlse = torch::stable::contiguous(*dlse);
+        problem.dlse = arguments.statistics_of(*dlse);
+    }
+    arguments.problem.out = arguments.view(out);
+    arguments.problem.lse = arguments.statistics_of(lse);
+    problem.forward = arguments.problem;
+    problem.dout = arguments.view(dout);
+    Tensor dq = arguments.new_rows_like(q, problem.forward.head_dim);
+    Tensor dk = arguments.new_rows_like(k, problem.forward.head_dim);
+    Tensor dv = arguments.new_rows_like(v, problem.forward.head_dim_v);
+    problem.dq = arguments.view(dq);
+    problem.dk = arguments.view(dk);
+    problem.dv = arguments.view(dv);
+    const Tensor delta = arguments.new_statistics();
+    problem.delta = arguments.statistics_of(delta);
+    const Plan plan = choose(problem);
+    run(plan, problem, CpuThreads(q, plan.scratch_bytes).threads());
+    return {dq, dk, dv};
+}
+
+}  // namespace flash

@@ -1,0 +1,26 @@
+"""Exact IO-aware attention for PyTorch: a drop-in for flash_attn, from scratch in C++ (arXiv 2205.14135)."""
+
+from .block_sparse import BlockSparseMask, flash_attn_block_sparse_func
+from .flash_attn_interface import (
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+)
+from .info import build_info
+
+__version__ = "2.8.3"
+
+__all__ = [
+    "BlockSparseMask",
+    "build_info",
+    "flash_attn_block_sparse_func",
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+]

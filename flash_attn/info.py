@@ -1,0 +1,63 @@
+"""What a bug report needs: versions, engines, and whether they compute the right thing here."""
+
+import os
+import platform
+import sys
+
+import torch
+
+from . import _C, operators
+
+VERSION = "0.1.0"  # this library's own; the distribution's is the interface level that other projects check
+
+
+def build_info():
+    """Versions and engines of this installation.
+
+    Returns:
+        dict: version (this library's own), interface_version (of flash_attn's interface), compiler (that built the
+        engines), torch, python, platform, threads, and engines: a list of dicts, best first, each with name,
+        configuration, usable, and why_not where it is not usable on this machine.
+    """
+    from . import __version__
+
+    return {
+        "version": VERSION,
+        "interface_version": __version__,
+        "compiler": _C.compiler,
+        "torch": torch.__version__,
+        "python": sys.version.split()[0],
+        "platform": platform.platform(),
+        "threads": torch.get_num_threads(),
+        "engines": _C.engines(),
+    }
+
+
+def chosen_configuration():
+    """Configuration of the CPU engine that runs here: the first usable one, or what FLASH_ATTN_CPU_ISA names."""
+    return os.environ.get("FLASH_ATTN_CPU_ISA") or next(
+        engine["configuration"] for engine in _C.engines() if engine["name"] == "cpu" and engine["usable"]
+    )
+
+
+def self_test(dtype):
+    """Largest error of out and of q's gradient against standard attention in float64, causal, on the CPU.
+
+    Returns:
+        (float, float): absolute errors; values are of order 1.
+    """
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, dout = (torch.randn(1, 200, 2, 64, generator=generator).to(dtype) for _ in range(4))
+    options = (None,) * 2 + (0, 0) + (None,) * 6 + (0, 0, 0.0, 0.125, -1, 0, 0.0, True)
+    out, lse = operators.forward(q, k, v, *options)
+    dq, _, _ = operators.backward(dout, None, q, k, v, out, lse, *options)
+
+    exact_q, exact_k, exact_v, exact_dout = (tensor.double().transpose(1, 2) for tensor in (q, k, v, dout))
+    exact_q.requires_grad_()
+    future = torch.ones(200, 200, dtype=torch.bool).triu(1)
+    scores = (exact_q @ exact_k.mT * 0.125).masked_fill(future, -torch.inf)
+    exact_out = scores.softmax(-1) @ exact_v
+    (exact_dq,) = torch.autograd.grad(exact_out, exact_q, exact_dout)
+    return tuple(
+        float((got.transpose(1, 2) - exact).abs().max()) for got, exact in ((out, exact_out), (dq, exact_dq))
+    )

@@ -1,0 +1,84 @@
+"""The operators behind the public functions, as PyTorch sees them: shapes for tracing and gradients.
+
+``csrc/torch/library.cpp`` defines them (``torch.ops.flash_attn``) with schemas that share one list of options::
+
+    attention_forward(q, k, v, *options) -> (out, lse)
+    attention_backward(dout, dlse or None, q, k, v, out, lse, *options) -> (dq, dk, dv)
+    attention_probabilities(q, k, v, *options) -> S_dmask
+
+    options = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, alibi_slopes, rng_state,
+               key_block_counts, key_block_indices, query_block_counts, query_block_indices,
+               block_size_q, block_size_k, dropout_p, softmax_scale, window_size_left, window_size_right,
+               softcap, deterministic)
+
+Dense tensors are [batch, seqlen, heads, head_dim]; with cu_seqlens they are packed, [total, heads, head_dim].
+"""
+
+import torch
+
+from . import _C  # noqa: F401  (its initialisation registers the operators)
+
+forward = torch.ops.flash_attn.attention_forward
+backward = torch.ops.flash_attn.attention_backward
+probabilities = torch.ops.flash_attn.attention_probabilities
+
+NUM_OPTIONS = 18
+_TENSOR_OPTIONS = (0, 1, 4, 5, 6, 7, 8, 9)
+
+
+def accumulation_dtype(dtype):
+    """dtype of lse and of all sums: float64 for float64 tensors, float32 otherwise."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+@torch.library.register_fake("flash_attn::attention_forward")
+def _(q, k, v, *args, **kwargs):
+    rows, heads = q.shape[-3], q.shape[-2]
+    lse_shape = (heads, rows) if q.dim() == 3 else (q.shape[0], heads, rows)
+    out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+    return out, q.new_empty(lse_shape, dtype=accumulation_dtype(q.dtype))
+
+
+@torch.library.register_fake("flash_attn::attention_backward")
+def _(dout, dlse, q, k, v, *args, **kwargs):
+    return tuple(tensor.new_empty(tensor.shape) for tensor in (q, k, v))
+
+
+@torch.library.register_fake("flash_attn::attention_probabilities")
+def _(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *args, **kwargs):
+    if cu_seqlens_q is None:
+        batch, seqlen_q, seqlen_k = q.shape[0], q.shape[1], k.shape[1]
+    else:
+        batch, seqlen_q, seqlen_k = cu_seqlens_q.shape[0] - 1, max_seqlen_q, max_seqlen_k
+    rows, columns = ((seqlen + 127) // 128 * 128 for seqlen in (seqlen_q, seqlen_k))
+    return q.new_empty((batch, q.shape[-2], rows, columns))
+
+
+def _save_for_backward(ctx, inputs, output):
+    q, k, v, *options = inputs
+    ctx.save_for_backward(q, k, v, *output, *(options[i] for i in _TENSOR_OPTIONS))
+    ctx.options = [None if i in _TENSOR_OPTIONS else option for i, option in enumerate(options)]
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx, dout, dlse):
+    q, k, v, out, lse, *tensors = ctx.saved_tensors
+    options = list(ctx.options)
+    for i, tensor in zip(_TENSOR_OPTIONS, tensors, strict=True):
+        options[i] = tensor
+    if dout is None:  # the loss used lse alone
+        dout = torch.zeros_like(out)
+    return (*backward(dout, dlse, q, k, v, out, lse, *options), *[None] * NUM_OPTIONS)
+
+
+torch.library.register_autograd("flash_attn::attention_forward", _gradients, setup_context=_save_for_backward)
+
+
+def _no_second_derivative(ctx, *gradients):
+    raise NotImplementedError(
+        "flash_attn: the gradient of the gradient (double backward) is not implemented; use "
+        "torch.nn.attention.sdpa_kernel(SDPBackend.MATH) with scaled_dot_product_attention for it"
+    )
+
+
+torch.library.register_autograd("flash_attn::attention_backward", _no_second_derivative)

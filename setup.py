@@ -1,0 +1,94 @@
+"""Builds flash_attn._C: one C++ extension that runs under every torch from 2.10 on.
+
+The tensors and operators go through LibTorch's stable ABI: C functions of libtorch_cpu, nothing else of torch is linked,
+and the import of torch has loaded that library before ours needs it. The CPU engine's hot files are compiled once per instruction set and the best one is picked at run time, so one wheel serves all
+machines of an architecture.
+"""
+
+import os
+import platform
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).parent
+
+SOURCES = [
+    "csrc/engine.cpp",
+    "csrc/cpu/probabilities.cpp",
+    "csrc/torch/arguments.cpp",
+    "csrc/torch/backward.cpp",
+    "csrc/torch/forward.cpp",
+    "csrc/torch/library.cpp",
+    "csrc/torch/probabilities.cpp",
+]
+CPU_ENGINE_SOURCES = ["csrc/cpu/backward.cpp", "csrc/cpu/forward.cpp"]
+
+AVX2 = ["-mavx2", "-mfma", "-mbmi2"]
+AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512"]
+# Instruction sets of the CPU engine and their compiler flags; csrc/engine.cpp has the same names.
+CPU_VARIANTS = {"baseline": []}
+if platform.machine() in ("x86_64", "AMD64"):
+    CPU_VARIANTS |= {"avx2": AVX2, "avx512": AVX512, "avx512_bf16": [*AVX512, "-mavx512bf16"]}
+
+FLAGS = [
+    "-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra",
+    # Scores of -inf and NaN have a meaning here: no -ffast-math. Fused multiply-add is wanted.
+    "-ffp-contract=fast",
+    "-DTORCH_TARGET_VERSION=0x020a000000000000",  # the stable ABI of torch 2.10
+]
+
+
+class BuildExtension(build_ext):
+    """Compiles in parallel: about 0.5 GB a job, as many jobs as processors or MAX_JOBS."""
+
+    def build_extension(self, ext):
+        import pybind11
+        import torch
+
+        torch_root = Path(torch.__file__).parent
+        include = torch_root / "include"
+        flags = [*FLAGS, f"-I{include}", f"-I{include}/torch/csrc/api/include", f"-I{pybind11.get_include()}"]
+        flags += [f"-I{path}" for path in self.compiler.include_dirs]
+        compiler = os.environ.get("CXX", "g++").split()
+        objects, commands = [], []
+        for source, name, extra in self.units():
+            objects.append(str(Path(self.build_temp) / f"{name}.o"))
+            commands.append([*compiler, *flags, *extra, "-c", str(ROOT / source), "-o", objects[-1]])
+        Path(self.build_temp).mkdir(parents=True, exist_ok=True)
+        if not shutil.which("nvcc"):
+            print("flash_attn: no nvcc found, building the CPU engine only")
+        jobs = int(os.environ.get("MAX_JOBS", os.cpu_count() or 1))
+        with ThreadPoolExecutor(jobs) as pool:
+            list(pool.map(self.execute, commands))
+        output = self.get_ext_fullpath(ext.name)
+        Path(output).parent.mkdir(parents=True, exist_ok=True)
+        self.execute([*compiler, "-shared", "-fvisibility=hidden", *objects, "-o", output, "-Wl,--gc-sections", "-s",
+                      f"-L{torch_root / 'lib'}", "-ltorch_cpu", "-Wl,--allow-shlib-undefined"])
+
+    @staticmethod
+    def units():
+        """(source, object name, extra flags) of every translation unit, slowest first."""
+        for variant, flags in CPU_VARIANTS.items():
+            for source in CPU_ENGINE_SOURCES:
+                yield source, f"{Path(source).stem}_{variant}", [*flags, f"-DFLASH_CPU_ISA={variant}"]
+        for source in SOURCES:
+            yield source, "_".join(Path(source).with_suffix("").parts[1:]), []
+
+    @staticmethod
+    def execute(command):
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        if done.stdout:
+            print(done.stdout)
+        if done.returncode:
+            raise SystemExit(f"flash_attn: this command failed:\n{' '.join(command)}\n{done.stdout}")
+
+
+setup(
+    ext_modules=[Extension("flash_attn._C", [*SOURCES, *CPU_ENGINE_SOURCES])],
+    cmdclass={"build_ext": BuildExtension},
+)
