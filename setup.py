@@ -6,9 +6,9 @@ machines of an architecture.
 """
 
 import os
-import platform
 import shutil
 import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,6 +16,9 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent
+sys.path.insert(0, str(ROOT / "csrc" / "cpu"))
+
+from variants import VARIANTS  # noqa: E402  (found on the path set just above)
 
 SOURCES = [
     "csrc/engine.cpp",
@@ -27,13 +30,6 @@ SOURCES = [
     "csrc/torch/probabilities.cpp",
 ]
 CPU_ENGINE_SOURCES = ["csrc/cpu/backward.cpp", "csrc/cpu/forward.cpp"]
-
-AVX2 = ["-mavx2", "-mfma", "-mbmi2"]
-AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512"]
-# Instruction sets of the CPU engine and their compiler flags; csrc/engine.cpp has the same names.
-CPU_VARIANTS = {"baseline": []}
-if platform.machine() in ("x86_64", "AMD64"):
-    CPU_VARIANTS |= {"avx2": AVX2, "avx512": AVX512, "avx512_bf16": [*AVX512, "-mavx512bf16"]}
 
 FLAGS = [
     "-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra",
@@ -73,7 +69,7 @@ class BuildExtension(build_ext):
     @staticmethod
     def units():
         """(source, object name, extra flags) of every translation unit, slowest first."""
-        for variant, flags in CPU_VARIANTS.items():
+        for variant, flags in VARIANTS.items():
             for source in CPU_ENGINE_SOURCES:
                 yield source, f"{Path(source).stem}_{variant}", [*flags, f"-DFLASH_CPU_ISA={variant}"]
         for source in SOURCES:

@@ -1,0 +1,56 @@
+"""The C++ parts that have tests of their own: the tile schedule, and the tile products of every instruction set."""
+
+import os
+import runpy
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from flash_attn import build_info
+
+ROOT = Path(__file__).parent.parent
+VARIANTS = runpy.run_path(ROOT / "csrc" / "cpu" / "variants.py")["VARIANTS"]
+COMPILER = os.environ.get("CXX", "g++").split()
+
+pytestmark = pytest.mark.skipif(shutil.which(COMPILER[0]) is None, reason="no C++ compiler")
+
+
+def compile_cpp(source, output, *flags):
+    command = [*COMPILER, "-std=c++20", "-Wall", "-Wextra", *flags, str(source), "-o", str(output)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return output
+
+
+def test_schedule_against_brute_force(tmp_path):
+    program = compile_cpp(ROOT / "tests" / "cpp" / "schedule.cpp", tmp_path / "schedule", "-O2")
+    done = subprocess.run([program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.split()[0]) > 10_000
+
+
+@pytest.mark.parametrize("isa", VARIANTS)
+def test_tile_products(isa, tmp_path):
+    usable = {engine["configuration"]: engine["usable"] for engine in build_info()["engines"]}
+    flags = [*VARIANTS[isa], f"-DFLASH_CPU_ISA={isa}"]
+    program = compile_cpp(ROOT / "tests" / "cpp" / "tile_gemm.cpp", tmp_path / "tile_gemm", "-O2", *flags)
+    if not usable[isa]:
+        pytest.skip(f"this machine can't run {isa}")
+    done = subprocess.run([program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(shutil.which("nm") is None, reason="no nm")
+@pytest.mark.parametrize("isa", [isa for isa in VARIANTS if isa != "baseline"])
+@pytest.mark.parametrize("source", ["forward", "backward"])
+def test_no_code_is_shared_between_instruction_sets(isa, source, tmp_path):
+    """A weak symbol outside the variant's namespace could replace another variant's copy at link time, and a machine
+    without these instructions would run it."""
+    flags = [*VARIANTS[isa], f"-DFLASH_CPU_ISA={isa}", "-O3", "-c"]
+    made = compile_cpp(ROOT / "csrc" / "cpu" / f"{source}.cpp", tmp_path / "object.o", *flags)
+    listing = subprocess.run(["nm", "-C", made], capture_output=True, text=True, check=True).stdout
+    weak = [line for line in listing.splitlines() if any(f" {kind} " in line for kind in "VWu")]
+    strangers = [line for line in weak if f"flash::cpu::{isa}::" not in line]
+    assert listing and not strangers, "\n".join(strangers)
