@@ -1,8 +1,9 @@
 """Builds flash_attn._C: one C++ extension that runs under every torch from 2.10 on.
 
-The tensors and operators go through LibTorch's stable ABI: C functions of libtorch_cpu, nothing else of torch is linked,
-and the import of torch has loaded that library before ours needs it. The CPU engine's hot files are compiled once per instruction set and the best one is picked at run time, so one wheel serves all
-machines of an architecture.
+The tensors and operators go through LibTorch's stable ABI: C functions of libtorch_cpu, nothing else of torch
+is linked, and the import of torch has loaded that library before ours needs it. The CPU engine's hot files
+are compiled once per instruction set and the best one is picked at run time, so one wheel serves all machines
+of an architecture.
 """
 
 import os
@@ -32,7 +33,12 @@ SOURCES = [
 CPU_ENGINE_SOURCES = ["csrc/cpu/backward.cpp", "csrc/cpu/forward.cpp"]
 
 FLAGS = [
-    "-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra",
+    "-std=c++20",
+    "-O3",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-Wall",
+    "-Wextra",
     # Scores of -inf and NaN have a meaning here: no -ffast-math. Fused multiply-add is wanted.
     "-ffp-contract=fast",
     "-DTORCH_TARGET_VERSION=0x020a000000000000",  # the stable ABI of torch 2.10
@@ -48,8 +54,10 @@ class BuildExtension(build_ext):
 
         torch_root = Path(torch.__file__).parent
         include = torch_root / "include"
-        flags = [*FLAGS, f"-I{include}", f"-I{include}/torch/csrc/api/include", f"-I{pybind11.get_include()}"]
-        flags += [f"-I{path}" for path in self.compiler.include_dirs]
+        # pybind11's own headers first: the copy in some torch wheels refuses to be used with the stable ABI.
+        includes = [pybind11.get_include(), include, include / "torch/csrc/api/include"]
+        includes += self.compiler.include_dirs
+        flags = [*FLAGS, *(f"-isystem{path}" for path in includes)]
         compiler = os.environ.get("CXX", "g++").split()
         objects, commands = [], []
         for source, name, extra in self.units():
@@ -63,8 +71,9 @@ class BuildExtension(build_ext):
             list(pool.map(self.execute, commands))
         output = self.get_ext_fullpath(ext.name)
         Path(output).parent.mkdir(parents=True, exist_ok=True)
-        self.execute([*compiler, "-shared", "-fvisibility=hidden", *objects, "-o", output, "-Wl,--gc-sections", "-s",
-                      f"-L{torch_root / 'lib'}", "-ltorch_cpu", "-Wl,--allow-shlib-undefined"])
+        link = ["-shared", "-fvisibility=hidden", "-Wl,--gc-sections", "-Wl,--allow-shlib-undefined", "-s"]
+        libraries = [f"-L{torch_root / 'lib'}", "-ltorch_cpu"]
+        self.execute([*compiler, *link, *objects, "-o", output, *libraries])
 
     @staticmethod
     def units():

@@ -1,5 +1,13 @@
 #include "engine.h"
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #include <cstdlib>
 #include <stdexcept>
 
@@ -9,6 +17,7 @@ namespace flash {
 namespace cpu {
 
 #if defined(__x86_64__)
+FLASH_DECLARE_CPU_VARIANT(amx)
 FLASH_DECLARE_CPU_VARIANT(avx512_bf16)
 FLASH_DECLARE_CPU_VARIANT(avx512)
 FLASH_DECLARE_CPU_VARIANT(avx2)
@@ -42,37 +51,72 @@ bool supports_avx512_bf16() {
 #endif
 }
 
+// The matrix unit's registers must be asked for, once a process (Documentation/arch/x86/xstate.rst in Linux).
+bool supports_amx() {
+#if defined(__x86_64__) && defined(__linux__)
+    constexpr int kRequestPermission = 0x1023, kTileData = 18;
+    unsigned a, b, c, d;
+    if (!supports_avx512_bf16() || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
+    const bool tiles = d >> 24 & 1, bfloat16 = d >> 22 & 1;
+    return tiles && bfloat16 && syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+    return false;
+#endif
+}
+
+// Without the matrix unit Intel's chips multiply pairs of bfloat16 at a third of their float rate, AMD's at
+// twice it (benchmarks/NOTES.md).
+bool multiplies_pairs_fast() {
+#if defined(__x86_64__)
+    return supports_avx512_bf16() && __builtin_cpu_is("amd");
+#else
+    return false;
+#endif
+}
+
+enum class Use { best, slower, never };
+
 struct Candidate {
     Variant variant;
-    bool usable;
+    Use use;
 };
 
-#define FLASH_CPU_VARIANT(isa, usable) \
-    {{#isa, isa::forward_scratch_bytes, isa::backward_scratch_bytes, isa::forward, isa::backward}, usable}
+#define FLASH_CPU_VARIANT(isa, use) \
+    { {#isa, isa::forward_scratch_bytes, isa::backward_scratch_bytes, isa::forward, isa::backward}, use }
+
+Use use_if(bool supported) {
+    return supported ? Use::best : Use::never;
+}
 
 const std::vector<Candidate>& candidates() {
     static const std::vector<Candidate> all = {
 #if defined(__x86_64__)
-        FLASH_CPU_VARIANT(avx512_bf16, supports_avx512_bf16()),
-        FLASH_CPU_VARIANT(avx512, supports_avx512()),
-        FLASH_CPU_VARIANT(avx2, supports_avx2()),
+        FLASH_CPU_VARIANT(amx, use_if(supports_amx())),
+        FLASH_CPU_VARIANT(avx512_bf16, multiplies_pairs_fast()  ? Use::best
+                                       : supports_avx512_bf16() ? Use::slower
+                                                                : Use::never),
+        FLASH_CPU_VARIANT(avx512, use_if(supports_avx512())),
+        FLASH_CPU_VARIANT(avx2, use_if(supports_avx2())),
 #endif
-        FLASH_CPU_VARIANT(baseline, true),
+        FLASH_CPU_VARIANT(baseline, Use::best),
     };
     return all;
 }
 
 // The best variant, or the one that FLASH_ATTN_CPU_ISA names: how the tests reach all of them on one machine.
 const Variant& variant() {
-    static const Variant& chosen = []() -> const Variant& {
+    static const Variant* const chosen = [] {
         const char* wanted = std::getenv("FLASH_ATTN_CPU_ISA");
         for (const Candidate& candidate : candidates())
-            if (candidate.usable && (!wanted || std::string(wanted) == candidate.variant.isa)) return candidate.variant;
-        throw std::runtime_error(std::string("FLASH_ATTN_CPU_ISA is ") + wanted +
-                                 ", which this build doesn't have or this machine can't run; python -m flash_attn "
-                                 "lists the usable ones");
+            if (wanted ? std::string(wanted) == candidate.variant.isa && candidate.use != Use::never
+                       : candidate.use == Use::best)
+                return &candidate.variant;
+        throw std::runtime_error(
+            std::string("FLASH_ATTN_CPU_ISA is ") + wanted +
+            ", which this build doesn't have or this machine can't run; python -m flash_attn "
+            "lists the usable ones");
     }();
-    return chosen;
+    return *chosen;
 }
 
 }  // namespace
@@ -81,8 +125,9 @@ const Variant& variant() {
 std::vector<EngineReport> engines() {
     std::vector<EngineReport> reports;
     for (const cpu::Candidate& candidate : cpu::candidates())
-        reports.push_back({"cpu", candidate.variant.isa, candidate.usable,
-                           candidate.usable ? "" : "this machine lacks its instructions"});
+        reports.push_back({"cpu", candidate.variant.isa, candidate.use != cpu::Use::never,
+                           &candidate.variant == &cpu::variant(),
+                           candidate.use == cpu::Use::never ? "this machine lacks its instructions" : ""});
     return reports;
 }
 

@@ -1,5 +1,5 @@
-// The engines that this binary holds, which of them the machine can run, and which one a problem goes to. Pure: it
-// looks at the problem and the machine's abilities, never at tensors, so it is tested without a GPU.
+// The engines that this binary holds, which of them the machine can run, and which one a problem goes to.
+// Pure: it looks at the problem and the machine's abilities, never at tensors, so it is tested without a GPU.
 #pragma once
 
 #include <string>
@@ -14,7 +14,8 @@ struct EngineReport {
     std::string name;           // "cpu"
     std::string configuration;  // "avx512_bf16": the instruction set
     bool usable;
-    std::string why_not;        // empty if usable
+    bool chosen;          // runs here unless FLASH_ATTN_CPU_ISA names another
+    std::string why_not;  // empty if usable
 };
 
 // One line per engine and configuration compiled in, best first.

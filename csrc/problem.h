@@ -1,6 +1,7 @@
 // The contract between the torch layer and the engines: everything one attention call needs, as plain data.
-// Shapes in comments use B batch, Sq and Sk sequence lengths, H query heads, Hk key heads, D head dim, Dv value head
-// dim, Tq and Tk packed totals. Dense tensors are [B, S, H, D]; packed ones [T, H, D] with offsets in cu_seqlens.
+// Shapes in comments use B batch, Sq and Sk sequence lengths, H query heads, Hk key heads, D head dim, Dv
+// value head dim, Tq and Tk packed totals. Dense tensors are [B, S, H, D]; packed ones [T, H, D] with offsets
+// in cu_seqlens.
 #pragma once
 
 #include <cstdint>
@@ -9,8 +10,9 @@ namespace flash {
 
 enum class DType { float16, bfloat16, float32, float64 };
 
-// Rows of a dense or packed tensor. The last dimension is contiguous, the other strides count elements and are free
-// (0 for expanded tensors). Packed tensors have batch_stride 0: their rows count from the first sequence's first row.
+// Rows of a dense or packed tensor. The last dimension is contiguous, the other strides count elements and
+// are free (0 for expanded tensors). Packed tensors have batch_stride 0: their rows count from the first
+// sequence's first row.
 struct TensorView {
     void* data = nullptr;
     int64_t batch_stride = 0;
@@ -28,13 +30,14 @@ struct RowStatistics {
 
 // Which blocks of the other axis each block row visits, as compressed lists (see attention/block_mask.h).
 struct BlockLists {
-    const int32_t* counts = nullptr;   // [B or 1, H or 1, block rows]
-    const int32_t* indices = nullptr;  // [B or 1, H or 1, block rows, capacity], ascending; undefined past the count
-    int64_t batch_stride = 0;          // in block rows; 0 where one map serves every batch entry
-    int64_t head_stride = 0;           // in block rows; 0 where one map serves every head
-    int64_t capacity = 0;              // blocks along the other axis
-    int64_t row_block = 0;             // rows of a block on this axis
-    int64_t column_block = 0;          // rows of a block on the other axis
+    const int32_t* counts = nullptr;  // [B or 1, H or 1, block rows]
+    const int32_t* indices =
+        nullptr;               // [B or 1, H or 1, block rows, capacity], ascending; undefined past the count
+    int64_t batch_stride = 0;  // in block rows; 0 where one map serves every batch entry
+    int64_t head_stride = 0;   // in block rows; 0 where one map serves every head
+    int64_t capacity = 0;      // blocks along the other axis
+    int64_t row_block = 0;     // rows of a block on this axis
+    int64_t column_block = 0;  // rows of a block on the other axis
 };
 
 struct ForwardProblem {
@@ -42,25 +45,25 @@ struct ForwardProblem {
     int64_t batch;
     int64_t heads_q, heads_k;  // heads_k divides heads_q; query head h reads key head h / (heads_q / heads_k)
     int64_t head_dim, head_dim_v;
-    int64_t seqlen_q, seqlen_k;               // dense: the lengths; packed: the longest sequence's
-    int64_t rows_q, rows_k;                   // rows of a batch entry in memory: Sq and Sk, or Tq and Tk
-    const int32_t* cu_seqlens_q = nullptr;    // [B + 1], packed only
-    const int32_t* cu_seqlens_k = nullptr;    // [B + 1], packed only
-    TensorView q;                             // [B, Sq, H, D]
-    TensorView k;                             // [B, Sk, Hk, D]
-    TensorView v;                             // [B, Sk, Hk, Dv]
-    TensorView out;                           // [B, Sq, H, Dv]
-    RowStatistics lse;                        // [B, H, Sq], natural logarithm
+    int64_t seqlen_q, seqlen_k;             // dense: the lengths; packed: the longest sequence's
+    int64_t rows_q, rows_k;                 // rows of a batch entry in memory: Sq and Sk, or Tq and Tk
+    const int32_t* cu_seqlens_q = nullptr;  // [B + 1], packed only
+    const int32_t* cu_seqlens_k = nullptr;  // [B + 1], packed only
+    TensorView q;                           // [B, Sq, H, D]
+    TensorView k;                           // [B, Sk, Hk, D]
+    TensorView v;                           // [B, Sk, Hk, Dv]
+    TensorView out;                         // [B, Sq, H, Dv]
+    RowStatistics lse;                      // [B, H, Sq], natural logarithm
     double softmax_scale;
-    double softcap = 0;                       // 0: off
-    int64_t window_left = -1;                 // keys to the left of the diagonal; -1: all of them
-    int64_t window_right = -1;                // keys to the right of the diagonal; -1: all, 0: causal
-    const float* alibi_slopes = nullptr;      // [B or 1, H]
+    double softcap = 0;                   // 0: off
+    int64_t window_left = -1;             // keys to the left of the diagonal; -1: all of them
+    int64_t window_right = -1;            // keys to the right of the diagonal; -1: all, 0: causal
+    const float* alibi_slopes = nullptr;  // [B or 1, H]
     int64_t alibi_batch_stride = 0;
-    const int64_t* rng_state = nullptr;       // [2]: seed, offset; read by the engine, never by the host
-    uint32_t dropout_threshold = 0;           // a score is dropped if its 16 random bits are below; 0: no dropout
-    BlockLists key_blocks;                    // per query block; counts == nullptr: no block mask
-    BlockLists query_blocks;                  // per key block, the transpose; the backward's
+    const int64_t* rng_state = nullptr;  // [2]: seed, offset; read by the engine, never by the host
+    uint32_t dropout_threshold = 0;      // a score is dropped if its 16 random bits are below; 0: no dropout
+    BlockLists key_blocks;               // per query block; counts == nullptr: no block mask
+    BlockLists query_blocks;             // per key block, the transpose; the backward's
 };
 
 struct BackwardProblem {

@@ -9,13 +9,14 @@ from .flash_attn_interface import attention
 
 @dataclass(frozen=True)
 class BlockSparseMask:
-    """Which blocks of the score matrix exist, as compressed lists for both passes. Make it with from_block_map.
+    """Which blocks of the score matrix exist, as compressed lists for both passes. Make it with
+    from_block_map.
 
     Build it once and use it in every layer and step: the lists are made at construction and never again.
 
     Attributes:
-        block_size: (queries, keys) of a block. Block (0, 0) covers the first queries and the first keys; the last
-            blocks may reach past the end.
+        block_size: (queries, keys) of a block. Block (0, 0) covers the first queries and the first keys; the
+            last blocks may reach past the end.
         key_block_counts: int32 [1 or B, 1 or H, Mq], how many blocks of keys each block of queries visits.
         key_block_indices: int32 [1 or B, 1 or H, Mq, Nk], which ones, ascending; undefined past the count.
         query_block_counts, query_block_indices: the transpose, for the backward.
@@ -33,22 +34,25 @@ class BlockSparseMask:
 
         Args:
             block_map: bool [1 or B, 1 or H, Mq, Nk] with Mq = ceil(Sq / block_size[0]) and Nk = ceil(Sk /
-                block_size[1]); True where queries of the block attend to keys of the block. On the device of the
-                attention's tensors.
+                block_size[1]); True where queries of the block attend to keys of the block. On the device of
+                the attention's tensors.
             block_size: positive int, or (queries, keys).
 
         Raises:
             ValueError: block_map is not a 4-dimensional bool tensor, or a block size is not positive.
         """
-        sizes = (block_size, block_size) if isinstance(block_size, int) else tuple(block_size)
-        if len(sizes) != 2 or any(int(size) < 1 for size in sizes):
-            raise ValueError(f"flash_attn: block_size is {block_size}; it must be a positive int or a pair of them")
+        sizes = block_size if isinstance(block_size, (tuple, list)) else (block_size, block_size)
+        if len(sizes) != 2 or not all(isinstance(size, int) and size > 0 for size in sizes):
+            raise ValueError(
+                f"flash_attn: block_size is {block_size}; it must be a positive int or a pair of them"
+            )
         if not isinstance(block_map, torch.Tensor) or block_map.dtype != torch.bool or block_map.dim() != 4:
-            got = f"{block_map.dtype} {list(block_map.shape)}" if isinstance(block_map, torch.Tensor) else block_map
-            raise ValueError(f"flash_attn: block_map is {got}; it must be a bool tensor [1 or B, 1 or H, Mq, Nk]")
-        return cls(
-            (int(sizes[0]), int(sizes[1])), *_compressed(block_map), *_compressed(block_map.transpose(-1, -2))
-        )
+            is_tensor = isinstance(block_map, torch.Tensor)
+            got = f"{block_map.dtype} {list(block_map.shape)}" if is_tensor else repr(block_map)
+            raise ValueError(
+                f"flash_attn: block_map is {got}; it must be a bool tensor [1 or B, 1 or H, Mq, Nk]"
+            )
+        return cls(tuple(sizes), *_compressed(block_map), *_compressed(block_map.transpose(-1, -2)))
 
     @property
     def block_map(self):
@@ -75,7 +79,7 @@ class BlockSparseMask:
 
 def _compressed(block_map):
     counts = block_map.sum(-1, dtype=torch.int32)
-    # A stable sort puts the present blocks first and keeps them ascending, without reading the map on the host.
+    # A stable sort puts the present blocks first, still ascending, without reading the map on the host.
     indices = torch.sort((~block_map).to(torch.uint8), dim=-1, stable=True).indices
     return counts, indices.to(torch.int32)
 
@@ -94,9 +98,11 @@ def flash_attn_block_sparse_func(
     deterministic=False,
     return_attn_probs=False,
 ):
-    """Attention over the blocks that a map lists, forward and backward: a block that is not listed costs nothing.
+    """Attention over the blocks that a map lists, forward and backward: a block that is not listed costs
+    nothing.
 
-    Element (i, j) of the score matrix exists if its block does and if causal and window_size let query i see key j.
+    Element (i, j) of the score matrix exists if its block does and if causal and window_size let query i see
+    key j.
 
     Args:
         q, k, v: [B, Sq, H, D], [B, Sk, Hk, D], [B, Sk, Hk, Dv]; see flash_attn_func.
@@ -108,7 +114,8 @@ def flash_attn_block_sparse_func(
 
     Raises:
         TypeError: mask is not a BlockSparseMask.
-        RuntimeError: the mask's blocks don't fit the lengths, batch or heads; and what flash_attn_func raises.
+        RuntimeError: the mask's blocks don't fit the lengths, batch or heads; and what flash_attn_func
+            raises.
     """
     if not isinstance(mask, BlockSparseMask):
         raise TypeError(
@@ -116,6 +123,6 @@ def flash_attn_block_sparse_func(
             "BlockSparseMask.from_block_map(block_map, block_size)"
         )
     return attention(
-        q, k, v, None, None, 0, 0, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-        return_attn_probs, mask,
+        q, k, v, None, None, 0, 0, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+        deterministic, return_attn_probs, mask,
     )

@@ -1,6 +1,5 @@
 """What a bug report needs: versions, engines, and whether they compute the right thing here."""
 
-import os
 import platform
 import sys
 
@@ -15,9 +14,10 @@ def build_info():
     """Versions and engines of this installation.
 
     Returns:
-        dict: version (this library's own), interface_version (of flash_attn's interface), compiler (that built the
-        engines), torch, python, platform, threads, and engines: a list of dicts, best first, each with name,
-        configuration, usable, and why_not where it is not usable on this machine.
+        dict: version (this library's own), interface_version (of flash_attn's interface), compiler (that
+            built the
+        engines), torch, python, platform, threads, and engines: a list of dicts, each with name,
+        configuration, usable, chosen (it runs here), and why_not where it is not usable on this machine.
     """
     from . import __version__
 
@@ -31,13 +31,6 @@ def build_info():
         "threads": torch.get_num_threads(),
         "engines": _C.engines(),
     }
-
-
-def chosen_configuration():
-    """Configuration of the CPU engine that runs here: the first usable one, or what FLASH_ATTN_CPU_ISA names."""
-    return os.environ.get("FLASH_ATTN_CPU_ISA") or next(
-        engine["configuration"] for engine in _C.engines() if engine["name"] == "cpu" and engine["usable"]
-    )
 
 
 def self_test(dtype):
@@ -58,6 +51,5 @@ def self_test(dtype):
     scores = (exact_q @ exact_k.mT * 0.125).masked_fill(future, -torch.inf)
     exact_out = scores.softmax(-1) @ exact_v
     (exact_dq,) = torch.autograd.grad(exact_out, exact_q, exact_dout)
-    return tuple(
-        float((got.transpose(1, 2) - exact).abs().max()) for got, exact in ((out, exact_out), (dq, exact_dq))
-    )
+    pairs = ((out, exact_out.detach()), (dq, exact_dq))
+    return tuple(float((got.transpose(1, 2) - exact).abs().max()) for got, exact in pairs)

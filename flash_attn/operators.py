@@ -1,6 +1,7 @@
 """The operators behind the public functions, as PyTorch sees them: shapes for tracing and gradients.
 
-``csrc/torch/library.cpp`` defines them (``torch.ops.flash_attn``) with schemas that share one list of options::
+``csrc/torch/library.cpp`` defines them (``torch.ops.flash_attn``) with schemas that share one list of
+options::
 
     attention_forward(q, k, v, *options) -> (out, lse)
     attention_backward(dout, dlse or None, q, k, v, out, lse, *options) -> (dq, dk, dv)

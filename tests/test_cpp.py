@@ -1,4 +1,5 @@
-"""The C++ parts that have tests of their own: the tile schedule, and the tile products of every instruction set."""
+"""The C++ parts that have tests of their own: the tile schedule, and the tile products of every instruction
+set."""
 
 import os
 import runpy
@@ -46,11 +47,11 @@ def test_tile_products(isa, tmp_path):
 @pytest.mark.parametrize("isa", [isa for isa in VARIANTS if isa != "baseline"])
 @pytest.mark.parametrize("source", ["forward", "backward"])
 def test_no_code_is_shared_between_instruction_sets(isa, source, tmp_path):
-    """A weak symbol outside the variant's namespace could replace another variant's copy at link time, and a machine
-    without these instructions would run it."""
+    """A weak symbol outside the variant's namespace could replace another variant's copy at link time, and a
+    machine without these instructions would run it."""
     flags = [*VARIANTS[isa], f"-DFLASH_CPU_ISA={isa}", "-O3", "-c"]
     made = compile_cpp(ROOT / "csrc" / "cpu" / f"{source}.cpp", tmp_path / "object.o", *flags)
     listing = subprocess.run(["nm", "-C", made], capture_output=True, text=True, check=True).stdout
     weak = [line for line in listing.splitlines() if any(f" {kind} " in line for kind in "VWu")]
-    strangers = [line for line in weak if f"flash::cpu::{isa}::" not in line]
+    strangers = [line for line in weak if f"flash::cpu::{isa}::" not in line and "DW.ref." not in line]
     assert listing and not strangers, "\n".join(strangers)

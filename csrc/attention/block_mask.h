@@ -1,7 +1,7 @@
-// Block-sparse attention (FlashAttention, Algorithm 5): a map of blocks says which parts of the score matrix exist.
-// The map arrives as compressed lists, one per block row, for queries (forward) and transposed for keys (backward).
-// The user's block is not the engine's tile: engines cut their row tiles at block boundaries (RowTiles) and walk the
-// listed spans with tiles of their own (TileSchedule).
+// Block-sparse attention (FlashAttention, Algorithm 5): a map of blocks says which parts of the score matrix
+// exist. The map arrives as compressed lists, one per block row, for queries (forward) and transposed for
+// keys (backward). The user's block is not the engine's tile: engines cut their row tiles at block boundaries
+// (RowTiles) and walk the listed spans with tiles of their own (TileSchedule).
 #pragma once
 
 #include "../problem.h"
@@ -27,7 +27,9 @@ struct RowTiles {
     int64_t rows, block, tiles_per_block, tile;
 
     FLASH_HOST_DEVICE RowTiles(int64_t rows, const BlockLists& lists, int64_t tile)
-        : rows(rows), block(lists.counts ? lists.row_block : tile), tiles_per_block((block + tile - 1) / tile),
+        : rows(rows),
+          block(lists.counts ? lists.row_block : tile),
+          tiles_per_block((block + tile - 1) / tile),
           tile(tile) {}
 
     FLASH_HOST_DEVICE int64_t count() const { return (rows + block - 1) / block * tiles_per_block; }
@@ -36,7 +38,8 @@ struct RowTiles {
     FLASH_HOST_DEVICE Interval operator[](int64_t index) const {
         const int64_t first_of_block = index / tiles_per_block * block;
         const int64_t first = first_of_block + index % tiles_per_block * tile;
-        return intersection({first, first + tile}, {first_of_block, first_of_block + block < rows ? first_of_block + block : rows});
+        return intersection({first, first + tile},
+                            {first_of_block, first_of_block + block < rows ? first_of_block + block : rows});
     }
 };
 

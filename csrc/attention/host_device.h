@@ -1,5 +1,5 @@
-// attention/ is compiled by the host compiler and by nvcc. Always inline: the CPU engine compiles these headers once
-// per instruction set, and an out-of-line copy could be shared between variants by the linker.
+// attention/ is compiled by the host compiler and by nvcc. Always inline: the CPU engine compiles these
+// headers once per instruction set, and an out-of-line copy could be shared between variants by the linker.
 #pragma once
 
 #if defined(__CUDACC__)

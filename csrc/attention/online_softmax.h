@@ -1,11 +1,10 @@
-// Softmax of a row whose scores arrive tile by tile (FlashAttention, Algorithm 1 lines 10-13; arXiv 1805.02867):
-// the running maximum and sum, and the rules for rows that have seen nothing yet or never will.
+// Softmax of a row whose scores arrive tile by tile (FlashAttention, Algorithm 1 lines 10-13; arXiv
+// 1805.02867): the running maximum and sum, and the rules for rows that have seen nothing yet or never will.
 #pragma once
 
 #include <limits>
 
 #include "host_device.h"
-#include "score.h"
 
 namespace flash {
 
@@ -14,19 +13,21 @@ struct OnlineSoftmax {
     using Real = typename Math::Real;
     using Value = typename Math::Value;
 
-    Value row_max;  // log2 units; -inf until a visible score arrives
-    Value row_sum;  // of exp2(score - row_max)
+    Value row_max;  // in the unit of Math::exponential; -inf until a visible score arrives
+    Value row_sum;  // of exponential(score - row_max)
 
     FLASH_HOST_DEVICE OnlineSoftmax() : row_max(minus_infinity()), row_sum(Math::broadcast(Real(0))) {}
 
-    FLASH_HOST_DEVICE static Value minus_infinity() { return Math::broadcast(-std::numeric_limits<Real>::infinity()); }
+    FLASH_HOST_DEVICE static Value minus_infinity() {
+        return Math::broadcast(-std::numeric_limits<Real>::infinity());
+    }
 
-    // Takes the next tile's maximum; returns the factor for what was accumulated under the old maximum. A NaN score
-    // is no maximum: it reaches the sum, and so the output, through probability().
+    // Takes the next tile's maximum; returns the factor for what was accumulated under the old maximum. A NaN
+    // score is no maximum: it reaches the sum, and so the output, through probability().
     FLASH_HOST_DEVICE Value update(Value tile_max) {
         const Value old_max = row_max;
         row_max = Math::select(tile_max > old_max, tile_max, old_max);
-        const Value rescale = Math::exp2(old_max - reference());
+        const Value rescale = Math::exponential(old_max - reference());
         row_sum = row_sum * rescale;
         return rescale;
     }
@@ -36,7 +37,7 @@ struct OnlineSoftmax {
         return Math::select(row_max == minus_infinity(), Math::broadcast(Real(0)), row_max);
     }
 
-    FLASH_HOST_DEVICE Value probability(Value score_log2) const { return Math::exp2(score_log2 - reference()); }
+    FLASH_HOST_DEVICE Value probability(Value score) const { return Math::exponential(score - reference()); }
 
     FLASH_HOST_DEVICE void add(Value tile_sum) { row_sum = row_sum + tile_sum; }
 
@@ -49,7 +50,7 @@ struct OnlineSoftmax {
     // Natural logarithm of the summed exponentials; -inf for a row without a visible key.
     FLASH_HOST_DEVICE Value log_sum_exp() const {
         return Math::select(row_sum == Math::broadcast(Real(0)), minus_infinity(),
-                            row_max * Real(kLn2) + Math::log(row_sum));
+                            Math::plus_log(row_max * Real(1 / Math::unit), row_sum));
     }
 };
 

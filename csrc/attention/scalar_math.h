@@ -1,5 +1,5 @@
-// The arithmetic that score.h and online_softmax.h are written with, for one number at a time. An engine that holds
-// several rows in a vector provides the same names for its vector type (cpu/vector_math.h).
+// The arithmetic that score.h and online_softmax.h are written with, for one number at a time. An engine that
+// holds several rows in a vector provides the same names for its vector type (cpu/vector_math.h).
 #pragma once
 
 #include <cmath>
@@ -14,17 +14,28 @@ struct ScalarMath {
     using Value = R;
     using Condition = bool;
 
+    static constexpr double unit =
+        1;  // what a natural logarithm is in units of the exponential's: exp2 has log2(e)
+
     FLASH_HOST_DEVICE static Value broadcast(Real x) { return x; }
-    FLASH_HOST_DEVICE static Value select(Condition condition, Value yes, Value no) { return condition ? yes : no; }
-    FLASH_HOST_DEVICE static Value exp2(Value x) { return ::exp2(x); }
-    FLASH_HOST_DEVICE static Value log(Value x) { return ::log(x); }
+    FLASH_HOST_DEVICE static Value select(Condition condition, Value yes, Value no) {
+        return condition ? yes : no;
+    }
+    FLASH_HOST_DEVICE static Value exponential(Value x) { return ::exp(x); }
+    FLASH_HOST_DEVICE static Value plus_log(Value x, Value y) { return x + ::log(y); }
     FLASH_HOST_DEVICE static Value tanh(Value x) { return ::tanh(x); }
 };
 template <>
-FLASH_HOST_DEVICE float ScalarMath<float>::exp2(float x) { return ::exp2f(x); }
+FLASH_HOST_DEVICE float ScalarMath<float>::exponential(float x) {
+    return ::expf(x);
+}
 template <>
-FLASH_HOST_DEVICE float ScalarMath<float>::log(float x) { return ::logf(x); }
+FLASH_HOST_DEVICE float ScalarMath<float>::plus_log(float x, float y) {
+    return x + ::logf(y);
+}
 template <>
-FLASH_HOST_DEVICE float ScalarMath<float>::tanh(float x) { return ::tanhf(x); }
+FLASH_HOST_DEVICE float ScalarMath<float>::tanh(float x) {
+    return ::tanhf(x);
+}
 
 }  // namespace flash

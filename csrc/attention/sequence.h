@@ -34,8 +34,10 @@ FLASH_HOST_DEVICE Element* row_of(const TensorView& tensor, int64_t batch, int64
 }
 
 template <class Real>
-FLASH_HOST_DEVICE Real* statistics_of(const RowStatistics& statistics, int64_t batch, int64_t row, int64_t head) {
-    return static_cast<Real*>(statistics.data) + batch * statistics.batch_stride + head * statistics.head_stride + row;
+FLASH_HOST_DEVICE Real* statistics_of(const RowStatistics& statistics, int64_t batch, int64_t row,
+                                      int64_t head) {
+    return static_cast<Real*>(statistics.data) + batch * statistics.batch_stride +
+           head * statistics.head_stride + row;
 }
 
 }  // namespace flash

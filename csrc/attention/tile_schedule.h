@@ -1,5 +1,6 @@
-// Which key positions a tile of query rows visits, in runs, and whether a run needs the element mask. The backward
-// walks the same object with the roles of queries and keys exchanged (Mask::queries_of, BlockLists of the transpose).
+// Which key positions a tile of query rows visits, in runs, and whether a run needs the element mask. The
+// backward walks the same object with the roles of queries and keys exchanged (Mask::queries_of, BlockLists
+// of the transpose).
 //
 // Let [begin(i), end(i)) be what row i sees; both ends never decrease with i. Rows [a, b] then visit
 // [begin(a), end(b)), and every one of them sees all of [begin(b), end(a)):
@@ -7,8 +8,8 @@
 //      begin(a)      begin(b)            end(a)        end(b)
 //         |-- masked --|------ plain ------|-- masked --|
 //
-// (The plain part is empty where begin(b) >= end(a).) A block list cuts the visited positions into spans; each span
-// is split at the same two places.
+// (The plain part is empty where begin(b) >= end(a).) A block list cuts the visited positions into spans;
+// each span is split at the same two places.
 #pragma once
 
 #include "block_mask.h"
@@ -24,15 +25,20 @@ struct Run {
 
 class TileSchedule {
   public:
-    // first_row, last_row: what the tile's first and last row see. Runs begin and plain runs end at multiples of
-    // granularity (the engine's tile, where it may not start tiles elsewhere), so a plain run is whole tiles.
+    // first_row, last_row: what the tile's first and last row see. Runs begin and plain runs end at multiples
+    // of granularity (the engine's tile, where it may not start tiles elsewhere), so a plain run is whole
+    // tiles.
     FLASH_HOST_DEVICE TileSchedule(Interval first_row, Interval last_row, int64_t granularity)
         : visited_{first_row.begin / granularity * granularity, last_row.end},
-          plain_{(last_row.begin + granularity - 1) / granularity * granularity, first_row.end / granularity * granularity},
-          position_(visited_.begin), span_end_(visited_.end), blocks_{nullptr, 0, 0} {}
+          plain_{(last_row.begin + granularity - 1) / granularity * granularity,
+                 first_row.end / granularity * granularity},
+          position_(visited_.begin),
+          span_end_(visited_.end),
+          blocks_{nullptr, 0, 0} {}
 
     // With a block list the granularity must divide the block.
-    FLASH_HOST_DEVICE TileSchedule(Interval first_row, Interval last_row, int64_t granularity, const BlockList& blocks)
+    FLASH_HOST_DEVICE TileSchedule(Interval first_row, Interval last_row, int64_t granularity,
+                                   const BlockList& blocks)
         : TileSchedule(first_row, last_row, granularity) {
         blocks_ = blocks;
         span_end_ = position_;

@@ -1,5 +1,5 @@
-// The dropout factors of a tile: 0 or keep_scale for every (query, key), drawn patch by patch so that the 32 Philox
-// calls of a patch run side by side in vectors.
+// The dropout factors of a tile: 0 or keep_scale for every (query, key), drawn patch by patch so that the 32
+// Philox calls of a patch run side by side in vectors.
 #pragma once
 
 #include "../attention/dropout.h"
@@ -10,8 +10,8 @@ namespace flash::cpu::FLASH_CPU_ISA {
 
 // tile[(query - queries.begin) * query_stride + (key - keys.begin) * key_stride]
 template <class Real>
-void fill_dropout_tile(Real* tile, const Dropout& dropout, Interval queries, int64_t query_stride, Interval keys,
-                       int64_t key_stride) {
+void fill_dropout_tile(Real* tile, const Dropout& dropout, Interval queries, int64_t query_stride,
+                       Interval keys, int64_t key_stride) {
     constexpr int64_t patch = Dropout::patch;
     const Real keep_scale = Real(dropout.keep_scale());
     for (int64_t query_patch = queries.begin / patch; query_patch * patch < queries.end; ++query_patch)

@@ -1,5 +1,6 @@
-// The element types of tensors on the CPU and what the tile products read: float and double as they are, float16
-// widened to float, bfloat16 as pairs where the instruction set multiplies them and widened to float elsewhere.
+// The element types of tensors on the CPU and what the tile products read: float and double as they are,
+// float16 widened to float, bfloat16 as pairs where the instruction set multiplies them and widened to float
+// elsewhere.
 #pragma once
 
 #include "tile_gemm.h"
@@ -21,9 +22,15 @@ FLASH_INLINE Target bit_cast(Source source) {
     return target;
 }
 
-FLASH_INLINE float to_real(float x) { return x; }
-FLASH_INLINE double to_real(double x) { return x; }
-FLASH_INLINE float to_real(BFloat16 x) { return bit_cast<float>(uint32_t(x.bits) << 16); }
+FLASH_INLINE float to_real(float x) {
+    return x;
+}
+FLASH_INLINE double to_real(double x) {
+    return x;
+}
+FLASH_INLINE float to_real(BFloat16 x) {
+    return bit_cast<float>(uint32_t(x.bits) << 16);
+}
 FLASH_INLINE float to_real(Half x) {
     // As a float's bits the half is 2^112 too small; subnormals come out right by the same multiplication.
     const float magnitude = bit_cast<float>(uint32_t(x.bits & 0x7fff) << 13) * 0x1p112f;
@@ -40,7 +47,8 @@ struct Rounded<BFloat16> {
     FLASH_INLINE static BFloat16 of(float x) {
         const uint32_t bits = bit_cast<uint32_t>(x);
         const uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-        return {uint16_t(x == x ? rounded : bits >> 16 | 0x40)};  // rounding up could carry a NaN into infinity
+        return {
+            uint16_t(x == x ? rounded : bits >> 16 | 0x40)};  // rounding up could carry a NaN into infinity
     }
 };
 template <>
@@ -78,13 +86,16 @@ template <class Element>
 using RealOf = typename GemmTraits<OperandOf<Element>>::Real;
 
 // Rows that follow each other along the depth of a product, one vector of columns, as one row of operands.
-FLASH_INLINE void store_step(float* to, const Vector<float> (&rows)[1]) { store(to, rows[0]); }
-FLASH_INLINE void store_step(double* to, const Vector<double> (&rows)[1]) { store(to, rows[0]); }
+FLASH_INLINE void store_step(float* to, const Vector<float> (&rows)[1]) {
+    store(to, rows[0]);
+}
+FLASH_INLINE void store_step(double* to, const Vector<double> (&rows)[1]) {
+    store(to, rows[0]);
+}
 #if defined(__AVX512BF16__)
 FLASH_INLINE void store_step(Pair* to, const Vector<float> (&rows)[2]) {
-    const __m512i interleaved = _mm512_set_epi16(
-        31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8,
-        23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    const __m512i interleaved = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8,
+                                                 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
     const __m512bh both = _mm512_cvtne2ps_pbh((__m512)rows[1], (__m512)rows[0]);
     store(to, _mm512_permutexvar_epi16(interleaved, (__m512i)both));
 }

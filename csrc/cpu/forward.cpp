@@ -1,18 +1,20 @@
-// Forward pass on the CPU (docs/algorithm.md, Algorithm 1). A task is one tile of queries of one head; it walks the
-// tile's schedule over the keys.
+// Forward pass on the CPU (docs/algorithm.md, Algorithm 1). A task is one tile of queries of one head; it
+// walks the tile's schedule over the keys.
 //
-// Queries are the lanes of all vectors: a panel is kPanel queries, its scores are S^T [keys][kPanel] and its output is
-// O^T [Dv][kPanel]. So the running maximum and sum are vectors and need no reduction across lanes, K and V are read
-// as they lie, and P^T leaves the softmax in the order that the second product reads. K and V tiles are loaded once
-// for all panels of the task; S^T never leaves the first-level cache.
+// Queries are the lanes of all vectors: a panel is kPanel queries, its scores are S^T [keys][kPanel] and its
+// output is O^T [Dv][kPanel]. So the running maximum and sum are vectors and need no reduction across lanes,
+// K and V are read as they lie, and P^T leaves the softmax in the order that the second product reads. K and
+// V tiles are loaded once for all panels of the task; S^T never leaves the first-level cache.
 //
-// Invariant: a panel's result depends on its own queries, on the grid of key tiles and on nothing else; neither the
-// batch, nor the threads, nor the schedule's runs change a bit of it.
+// Invariant: a panel's result depends on its own queries, on the grid of key tiles and on nothing else;
+// neither the batch, nor the threads, nor the schedule's runs change a bit of it.
 #include "../attention/online_softmax.h"
+#include "../attention/score.h"
 #include "../attention/tile_schedule.h"
 #include "dropout_tile.h"
 #include "operand_tile.h"
 #include "score_walk.h"
+#include "stacked_tile.h"
 #include "variant.h"
 
 namespace flash::cpu::FLASH_CPU_ISA {
@@ -30,11 +32,12 @@ class ForwardTask {
 
   public:
     ForwardTask(const ForwardProblem& problem, Carver& carver)
-        : problem_(problem), depth_(operand_depth<Operand>(problem.head_dim)),
-          value_rows_(round_up<int64_t>(problem.head_dim_v, kLanes<Real>)) {
+        : problem_(problem),
+          depth_(operand_depth<Operand>(problem.head_dim)),
+          value_rows_(round_up<int64_t>(problem.head_dim_v, kLanes<Real>)),
+          values_(problem.head_dim_v, carver) {
         rows_ = carver.take<Operand>(kPanel * depth_);
         keys_ = carver.take<Operand>((kKeyTile + kMicroRows) * depth_);
-        values_ = carver.take<Operand>(kKeyTile * value_rows_ + kMicroRows);
         scores_ = carver.take<Real>((kKeyTile + kMicroRows) * kPanel);
         keep_ = carver.take<Real>(problem.dropout_threshold ? kKeyTile * kPanel : 0);
         out_rows_ = carver.take<Real>(kPanel * value_rows_);
@@ -53,8 +56,8 @@ class ForwardTask {
         const int64_t panels = (queries.end - queries.begin + kPanel - 1) / kPanel;
         for (int64_t panel = 0; panel < panels; ++panel) start(panel, mask, queries);
 
-        KeyTiles tiles(mask.keys_of(queries.begin), mask.keys_of(queries.end - 1), problem_.key_blocks, batch, head,
-                       queries.begin);
+        KeyTiles tiles(mask.keys_of(queries.begin), mask.keys_of(queries.end - 1), problem_.key_blocks, batch,
+                       head, queries.begin);
         for (typename KeyTiles::Tile tile; tiles.next(tile);) {
             load_keys(tile.positions, tile.masked);
             for (int64_t panel = 0; panel < panels; ++panel) attend(panel, tile.positions, transform);
@@ -66,7 +69,8 @@ class ForwardTask {
     void start(int64_t index, const Mask& mask, Interval queries) {
         panels_[index] = query_panel<Real>(mask, queries.begin + index * kPanel, queries.end);
         const Panel<Real>& panel = panels_[index];
-        const Element* from = row_of<Element>(problem_.q, batch_, sequence_.first_query_row + panel.first(), head_);
+        const Element* from =
+            row_of<Element>(problem_.q, batch_, sequence_.first_query_row + panel.first(), head_);
         load_plain(rows_, depth_, from, problem_.q.row_stride, panel.count(), kPanel, problem_.head_dim);
         transpose(queries_[index], kPanel, rows_, depth_, kPanel, depth_);
         std::memset(out_[index], 0, size_t(value_rows_ + kMicroRows) * kPanel * sizeof(Real));
@@ -76,11 +80,9 @@ class ForwardTask {
     void load_keys(Interval keys, bool masked) {
         const int64_t head = head_ / (problem_.heads_q / problem_.heads_k), count = keys.end - keys.begin;
         const int64_t row = sequence_.first_key_row + keys.begin;
-        load_plain(keys_, depth_, row_of<Element>(problem_.k, batch_, row, head), problem_.k.row_stride, count, count,
-                   problem_.head_dim);
-        load_stacked(values_, row_of<Element>(problem_.v, batch_, row, head), problem_.v.row_stride, count,
-                     problem_.head_dim_v, value_rows_);
-        values_finite_ = !masked || all_finite(values_, (count + kStep - 1) / kStep * value_rows_);
+        load_plain(keys_, depth_, row_of<Element>(problem_.k, batch_, row, head), problem_.k.row_stride,
+                   count, count, problem_.head_dim);
+        values_.load(row_of<Element>(problem_.v, batch_, row, head), problem_.v.row_stride, count, masked);
     }
 
     void attend(int64_t index, Interval tile, const ScoreTransform<Math>& transform) {
@@ -89,27 +91,20 @@ class ForwardTask {
         const int64_t first_key = tile.begin + span.offset;
         if (span.count <= 0) return;
         // S^T = K Q^T
-        gemm<Order::row_major>(span.count, kPanel, depth_, keys_ + span.offset * depth_, depth_, queries_[index], kPanel,
-                               scores_, kPanel, Result::overwrite);
+        gemm<Order::row_major>(span.count, kPanel, depth_, keys_ + span.offset * depth_, depth_,
+                               queries_[index], kPanel, scores_, kPanel, Result::overwrite);
         if (problem_.dropout_threshold)
             fill_dropout_tile(keep_, Dropout(problem_, batch_, head_), panel.positions(), 1,
                               {first_key, first_key + span.count}, kPanel);
         softmax(index, first_key, span, transform);
         // O^T += V^T P^T
-        const Operand* values = values_ + span.offset / kStep * value_rows_;
-        const Operand* probabilities = reinterpret_cast<const Operand*>(scores_);
-        const int64_t steps = (span.count + kStep - 1) / kStep;
-        if (span.masked && !values_finite_)
-            selecting_gemm<Probabilities::in_b, Order::column_major>(problem_.head_dim_v, kPanel, steps, values,
-                                                                     value_rows_, probabilities, kPanel, out_[index],
-                                                                     kPanel);
-        else
-            gemm<Order::column_major>(problem_.head_dim_v, kPanel, steps, values, value_rows_, probabilities, kPanel,
-                                      out_[index], kPanel, Result::accumulate);
+        values_.add_product(out_[index], span, reinterpret_cast<const Operand*>(scores_));
     }
 
-    // Scores to probabilities, in place: P^T takes the first half of S^T's memory where two of them make a Pair.
-    void softmax(int64_t index, int64_t first_key, const PanelSpan& span, const ScoreTransform<Math>& transform) {
+    // Scores to probabilities, in place: P^T takes the first half of S^T's memory where two of them make a
+    // Pair.
+    void softmax(int64_t index, int64_t first_key, const PanelSpan& span,
+                 const ScoreTransform<Math>& transform) {
         const Panel<Real>& panel = panels_[index];
         for (int v = 0; v < kMicroVectors; ++v) {
             OnlineSoftmax<Math>& softmax = softmax_[index][v];
@@ -120,7 +115,7 @@ class ForwardTask {
                 if (transform.is_linear()) {
                     score = score * transform.inner;
                 } else {
-                    score = transform.score_log2(score, panel.distance(v, first_key + key));
+                    score = transform.score(score, panel.distance(v, first_key + key));
                 }
                 if (span.masked) score = panel.sees(v, first_key + key) ? score : softmax.minus_infinity();
                 tile_max = score > tile_max ? score : tile_max;
@@ -153,7 +148,7 @@ class ForwardTask {
                     step[i] = Vector<Real>{};
                     continue;
                 }
-                step[i] = Math::exp2(load<Vector<Real>>(scores + (key + i) * kPanel) - reference);
+                step[i] = Math::exponential(load<Vector<Real>>(scores + (key + i) * kPanel) - reference);
                 sum += step[i];
                 if (problem_.dropout_threshold) step[i] *= load<Vector<Real>>(keep + (key + i) * kPanel);
             }
@@ -174,25 +169,25 @@ class ForwardTask {
         }
         transpose(out_rows_, value_rows_, out_[index], kPanel, value_rows_, kPanel);
         const int64_t row = sequence_.first_query_row + panel.first();
-        store_rows(row_of<Element>(problem_.out, batch_, row, head_), problem_.out.row_stride, out_rows_, value_rows_,
-                   panel.count(), problem_.head_dim_v);
-        std::memcpy(statistics_of<Real>(problem_.lse, batch_, row, head_), lse, size_t(panel.count()) * sizeof(Real));
+        store_rows(row_of<Element>(problem_.out, batch_, row, head_), problem_.out.row_stride, out_rows_,
+                   value_rows_, panel.count(), problem_.head_dim_v);
+        std::memcpy(statistics_of<Real>(problem_.lse, batch_, row, head_), lse,
+                    size_t(panel.count()) * sizeof(Real));
     }
 
     const ForwardProblem& problem_;
-    const int64_t depth_;       // operands along D
-    const int64_t value_rows_;  // Dv in whole vectors
+    const int64_t depth_;          // operands along D
+    const int64_t value_rows_;     // Dv in whole vectors
+    StackedTile<Operand> values_;  // [kKeyTile][Dv]
     int64_t batch_, head_;
     Sequence sequence_;
-    bool values_finite_;
-    Operand* rows_;               // [kPanel][depth]
-    Operand* keys_;               // [kKeyTile][depth]
-    Operand* values_;             // [kKeyTile / kStep][value_rows]
-    Real* scores_;                // [kKeyTile][kPanel]: S^T, then P^T as operands
-    Real* keep_;                  // [kKeyTile][kPanel]
-    Real* out_rows_;              // [kPanel][value_rows]
-    Operand* queries_[kPanels];   // [depth][kPanel]
-    Real* out_[kPanels];          // [value_rows][kPanel]: O^T, not yet normalised
+    Operand* rows_;              // [kPanel][depth]
+    Operand* keys_;              // [kKeyTile][depth]
+    Real* scores_;               // [kKeyTile][kPanel]: S^T, then P^T as operands
+    Real* keep_;                 // [kKeyTile][kPanel]
+    Real* out_rows_;             // [kPanel][value_rows]
+    Operand* queries_[kPanels];  // [depth][kPanel]
+    Real* out_[kPanels];         // [value_rows][kPanel]: O^T, not yet normalised
     Panel<Real> panels_[kPanels];
     OnlineSoftmax<Math> softmax_[kPanels][kMicroVectors];
 };
@@ -212,10 +207,11 @@ void forward(const ForwardProblem& problem, const Threads& threads) {
     const auto run = [&]<class Element>(Element*) {
         for_each_query_tile(problem, threads, [&](char* scratch, auto... tile) {
             Carver carver(scratch);
+            const MatrixUnit unit;
             ForwardTask<Element>(problem, carver).run(tile...);
         });
-        zero_unowned_rows<Element>(problem.out, problem.cu_seqlens_q, problem.batch, problem.rows_q, problem.heads_q,
-                                   problem.head_dim_v);
+        zero_unowned_rows<Element>(problem.out, problem.cu_seqlens_q, problem.batch, problem.rows_q,
+                                   problem.heads_q, problem.head_dim_v);
         if (problem.cu_seqlens_q)
             for (int64_t head = 0; head < problem.heads_q; ++head)
                 for (int64_t row = problem.cu_seqlens_q[problem.batch]; row < problem.rows_q; ++row)

@@ -1,5 +1,5 @@
-// dK and dV of one tile of keys of one key head: walks the transposed schedule over the queries of every query head of
-// the group, with keys as lanes, so that grouped heads need no copies of their own.
+// dK and dV of one tile of keys of one key head: walks the transposed schedule over the queries of every
+// query head of the group, with keys as lanes, so that grouped heads need no copies of their own.
 //
 //     S = Q K^T,  dP = dO V^T,  dV += P^T dO,  dK += dS^T Q
 #pragma once
@@ -22,11 +22,14 @@ class KeyGradientTask {
 
   public:
     KeyGradientTask(const BackwardProblem& problem, Carver& carver)
-        : problem_(problem.forward), backward_(problem), depth_(operand_depth<Operand>(problem_.head_dim)),
+        : problem_(problem.forward),
+          backward_(problem),
+          depth_(operand_depth<Operand>(problem_.head_dim)),
           value_depth_(operand_depth<Operand>(problem_.head_dim_v)),
           columns_(round_up<int64_t>(problem_.head_dim, kMicroColumns<Real>)),
           value_columns_(round_up<int64_t>(problem_.head_dim_v, kMicroColumns<Real>)),
-          ld_(kStep == 1 ? columns_ : depth_), value_ld_(kStep == 1 ? value_columns_ : value_depth_) {
+          ld_(kStep == 1 ? columns_ : depth_),
+          value_ld_(kStep == 1 ? value_columns_ : value_depth_) {
         rows_ = carver.take<Operand>(kPanel * (depth_ > value_depth_ ? depth_ : value_depth_));
         queries_ = carver.take<Operand>((kQueryTile + kMicroRows) * ld_);
         dout_ = carver.take<Operand>((kQueryTile + kMicroRows) * value_ld_);
@@ -55,11 +58,12 @@ class KeyGradientTask {
         const int64_t group = problem_.heads_q / problem_.heads_k;
         for (int64_t head = key_head * group; head < (key_head + 1) * group; ++head) {
             const ScoreTransform<VectorMath<Real>> transform(problem_, batch, head);
-            QueryTiles tiles(mask.queries_of(keys.begin), mask.queries_of(keys.end - 1), problem_.query_blocks, batch,
-                             head, keys.begin);
+            QueryTiles tiles(mask.queries_of(keys.begin), mask.queries_of(keys.end - 1),
+                             problem_.query_blocks, batch, head, keys.begin);
             for (typename QueryTiles::Tile tile; tiles.next(tile);) {
                 load_queries(head, tile.positions, tile.masked);
-                for (int64_t panel = 0; panel < panels; ++panel) accumulate(panel, head, tile.positions, transform);
+                for (int64_t panel = 0; panel < panels; ++panel)
+                    accumulate(panel, head, tile.positions, transform);
             }
         }
         for (int64_t panel = 0; panel < panels; ++panel) finish(panel);
@@ -69,11 +73,11 @@ class KeyGradientTask {
     void start(int64_t index, const Mask& mask, Interval keys) {
         panels_[index] = key_panel<Real>(mask, keys.begin + index * kPanel, keys.end);
         const int64_t count = panels_[index].count(), row = sequence_.first_key_row + panels_[index].first();
-        load_plain(rows_, depth_, row_of<Element>(problem_.k, batch_, row, key_head_), problem_.k.row_stride, count,
-                   kPanel, problem_.head_dim);
+        load_plain(rows_, depth_, row_of<Element>(problem_.k, batch_, row, key_head_), problem_.k.row_stride,
+                   count, kPanel, problem_.head_dim);
         transpose(keys_[index], kPanel, rows_, depth_, kPanel, depth_);
-        load_plain(rows_, value_depth_, row_of<Element>(problem_.v, batch_, row, key_head_), problem_.v.row_stride,
-                   count, kPanel, problem_.head_dim_v);
+        load_plain(rows_, value_depth_, row_of<Element>(problem_.v, batch_, row, key_head_),
+                   problem_.v.row_stride, count, kPanel, problem_.head_dim_v);
         transpose(values_[index], kPanel, rows_, value_depth_, kPanel, value_depth_);
         std::memset(dk_[index], 0, size_t((kPanel + kMicroRows) * columns_) * sizeof(Real));
         std::memset(dv_[index], 0, size_t((kPanel + kMicroRows) * value_columns_) * sizeof(Real));
@@ -87,32 +91,36 @@ class KeyGradientTask {
         load_plain(dout_, value_ld_, dout, backward_.dout.row_stride, count, count, problem_.head_dim_v);
         if constexpr (kStep > 1) {
             load_stacked(stacked_queries_, q, problem_.q.row_stride, count, problem_.head_dim, columns_);
-            load_stacked(stacked_dout_, dout, backward_.dout.row_stride, count, problem_.head_dim_v, value_columns_);
+            load_stacked(stacked_dout_, dout, backward_.dout.row_stride, count, problem_.head_dim_v,
+                         value_columns_);
         }
         statistics_.load(backward_, batch_, row, head, count);
         finite_ = !masked || (all_finite(queries_, count * ld_) && all_finite(dout_, count * value_ld_));
     }
 
-    void accumulate(int64_t index, int64_t head, Interval tile, const ScoreTransform<VectorMath<Real>>& transform) {
+    void accumulate(int64_t index, int64_t head, Interval tile,
+                    const ScoreTransform<VectorMath<Real>>& transform) {
         const Panel<Real>& panel = panels_[index];
         const PanelSpan span = panel.template span<kStep>(tile);
         if (span.count <= 0) return;
         const int64_t first_query = tile.begin + span.offset;
-        gemm<Order::row_major>(span.count, kPanel, depth_, queries_ + span.offset * ld_, ld_, keys_[index], kPanel, dots_,
-                               kPanel, Result::overwrite);
+        gemm<Order::row_major>(span.count, kPanel, depth_, queries_ + span.offset * ld_, ld_, keys_[index],
+                               kPanel, dots_, kPanel, Result::overwrite);
         gemm<Order::row_major>(span.count, kPanel, value_depth_, dout_ + span.offset * value_ld_, value_ld_,
                                values_[index], kPanel, gradients_, kPanel, Result::overwrite);
         const bool dropout = problem_.dropout_threshold;
         if (dropout)
-            fill_dropout_tile(keep_, Dropout(problem_, batch_, head), {first_query, first_query + span.count}, kPanel,
-                              panel.positions(), 1);
-        differentiate<Lanes::keys, Operand>({dots_, gradients_, dropout ? keep_ : nullptr, first_query}, panel, span,
-                                            transform,
-                                            {statistics_.lse_log2 + span.offset, statistics_.delta + span.offset});
+            fill_dropout_tile(keep_, Dropout(problem_, batch_, head), {first_query, first_query + span.count},
+                              kPanel, panel.positions(), 1);
+        differentiate<Lanes::keys, Operand>({dots_, gradients_, dropout ? keep_ : nullptr, first_query},
+                                            panel, span, transform,
+                                            {statistics_.lse + span.offset, statistics_.delta + span.offset});
         const bool selecting = span.masked && !finite_;
         const int64_t skipped = span.offset / kStep, steps = (span.count + kStep - 1) / kStep;
-        add_product(dv_[index], value_columns_, dots_, stacked_dout_ + skipped * value_columns_, steps, selecting);
-        add_product(dk_[index], columns_, gradients_, stacked_queries_ + skipped * columns_, steps, selecting);
+        add_product(dv_[index], value_columns_, dots_, stacked_dout_ + skipped * value_columns_, steps,
+                    selecting);
+        add_product(dk_[index], columns_, gradients_, stacked_queries_ + skipped * columns_, steps,
+                    selecting);
     }
 
     // sum[kPanel][columns] += tile^T rows
@@ -120,8 +128,8 @@ class KeyGradientTask {
                             bool selecting) {
         const Operand* operands = reinterpret_cast<const Operand*>(tile);
         if (selecting)
-            selecting_gemm<Probabilities::in_a, Order::column_major>(kPanel, columns, steps, operands, kPanel, rows,
-                                                                     columns, sum, columns);
+            selecting_gemm<Probabilities::in_a, Order::column_major>(kPanel, columns, steps, operands, kPanel,
+                                                                     rows, columns, sum, columns);
         else
             gemm<Order::column_major>(kPanel, columns, steps, operands, kPanel, rows, columns, sum, columns,
                                       Result::accumulate);
@@ -129,8 +137,8 @@ class KeyGradientTask {
 
     void finish(int64_t index) {
         const int64_t count = panels_[index].count(), row = sequence_.first_key_row + panels_[index].first();
-        store_rows(row_of<Element>(backward_.dk, batch_, row, key_head_), backward_.dk.row_stride, dk_[index], columns_,
-                   count, problem_.head_dim);
+        store_rows(row_of<Element>(backward_.dk, batch_, row, key_head_), backward_.dk.row_stride, dk_[index],
+                   columns_, count, problem_.head_dim);
         store_rows(row_of<Element>(backward_.dv, batch_, row, key_head_), backward_.dv.row_stride, dv_[index],
                    value_columns_, count, problem_.head_dim_v);
     }
@@ -139,23 +147,23 @@ class KeyGradientTask {
     const BackwardProblem& backward_;
     const int64_t depth_, value_depth_;      // operands along D and Dv
     const int64_t columns_, value_columns_;  // D and Dv in whole strips of columns
-    const int64_t ld_, value_ld_;            // of the plain tiles; without Pairs they are the stacked ones too
+    const int64_t ld_, value_ld_;  // of the plain tiles; without Pairs they are the stacked ones too
     int64_t batch_, key_head_;
     Sequence sequence_;
     bool finite_;
-    Operand* rows_;              // [kPanel][depth or value_depth]
-    Operand* queries_;           // [kQueryTile][ld]
-    Operand* dout_;              // [kQueryTile][value_ld]
-    Operand* stacked_queries_;   // [kQueryTile / kStep][columns]
-    Operand* stacked_dout_;      // [kQueryTile / kStep][value_columns]
-    Real* dots_;                 // [kQueryTile][kPanel]: S, then P
-    Real* gradients_;            // [kQueryTile][kPanel]: dP, then dS
-    Real* keep_;                 // [kQueryTile][kPanel]
+    Operand* rows_;                       // [kPanel][depth or value_depth]
+    Operand* queries_;                    // [kQueryTile][ld]
+    Operand* dout_;                       // [kQueryTile][value_ld]
+    Operand* stacked_queries_;            // [kQueryTile / kStep][columns]
+    Operand* stacked_dout_;               // [kQueryTile / kStep][value_columns]
+    Real* dots_;                          // [kQueryTile][kPanel]: S, then P
+    Real* gradients_;                     // [kQueryTile][kPanel]: dP, then dS
+    Real* keep_;                          // [kQueryTile][kPanel]
     SoftmaxStatistics<Real> statistics_;  // [kQueryTile]
-    Operand* keys_[kPanels];     // [depth][kPanel]
-    Operand* values_[kPanels];   // [value_depth][kPanel]
-    Real* dk_[kPanels];          // [kPanel][columns]
-    Real* dv_[kPanels];          // [kPanel][value_columns]
+    Operand* keys_[kPanels];              // [depth][kPanel]
+    Operand* values_[kPanels];            // [value_depth][kPanel]
+    Real* dk_[kPanels];                   // [kPanel][columns]
+    Real* dv_[kPanels];                   // [kPanel][value_columns]
     Panel<Real> panels_[kPanels];
 };
 

@@ -1,7 +1,9 @@
-// Tiles of Q, K, V and dO in the orders that the products of tile_gemm.h read, copied from strided rows of a tensor:
+// Tiles of Q, K, V and dO in the orders that the products of tile_gemm.h read, copied from strided rows of a
+// tensor:
 //
 //   plain        [rows][depth]          row-major A. depth runs along the head dim.
-//   stacked      [rows / n][columns]    B, or column-major A: n rows that follow each other along the depth in one
+//   stacked      [rows / n][columns]    B, or column-major A: n rows that follow each other along the depth
+//   in one
 //                                       operand. n is 2 for Pair; otherwise stacked is plain.
 //   transposed   [depth][rows]          B whose columns are the tensor's rows; made from plain.
 //
@@ -10,6 +12,7 @@
 
 #include "../attention/sequence.h"
 #include "element.h"
+#include "transpose.h"
 
 namespace flash::cpu::FLASH_CPU_ISA {
 
@@ -39,8 +42,8 @@ FLASH_INLINE void load_row(Pair* to, const BFloat16* from, int64_t head_dim) {
 
 // rows of `from` into to[padded_rows][ld], ld operands >= the head dim.
 template <class Operand, class Element>
-void load_plain(Operand* to, int64_t ld, const Element* from, int64_t row_stride, int64_t rows, int64_t padded_rows,
-                int64_t head_dim) {
+void load_plain(Operand* to, int64_t ld, const Element* from, int64_t row_stride, int64_t rows,
+                int64_t padded_rows, int64_t head_dim) {
     const int64_t whole = head_dim / GemmTraits<Operand>::depth_per_step;
     for (int64_t row = 0; row < rows; ++row, to += ld, from += row_stride) {
         std::memset(to + whole, 0, size_t(ld - whole) * sizeof *to);
@@ -58,58 +61,23 @@ void load_stacked(Operand* to, const Element* from, int64_t row_stride, int64_t 
         std::memset(to + head_dim, 0, size_t(columns - head_dim) * sizeof *to);
     }
 }
-FLASH_INLINE void load_stacked(Pair* to, const BFloat16* from, int64_t row_stride, int64_t rows, int64_t head_dim,
-                               int64_t columns) {
+FLASH_INLINE void load_stacked(Pair* to, const BFloat16* from, int64_t row_stride, int64_t rows,
+                               int64_t head_dim, int64_t columns) {
     for (int64_t row = 0; row < rows; row += 2, to += columns, from += 2 * row_stride) {
         const BFloat16* second = from + row_stride;
         if (row + 1 < rows)
-            for (int64_t d = 0; d < head_dim; ++d) to[d].bits = uint32_t(from[d].bits) | uint32_t(second[d].bits) << 16;
+            for (int64_t d = 0; d < head_dim; ++d)
+                to[d].bits = uint32_t(from[d].bits) | uint32_t(second[d].bits) << 16;
         else
             for (int64_t d = 0; d < head_dim; ++d) to[d].bits = from[d].bits;
         std::memset(to + head_dim, 0, size_t(columns - head_dim) * sizeof *to);
     }
 }
 
-// Exchanges rows and columns of a block of lanes x lanes in registers: the w-th round swaps the off-diagonal quarters
-// of every 2w x 2w block.
-template <class V, class M, int kCount>
-FLASH_INLINE void transpose_registers(V (&rows)[kCount]) {
-#pragma GCC unroll 8
-    for (int width = kCount / 2; width > 0; width /= 2) {
-        M low, high;
-        for (int lane = 0; lane < kCount; ++lane) {
-            low[lane] = lane & width ? lane - width + kCount : lane;
-            high[lane] = lane & width ? lane + kCount : lane + width;
-        }
-#pragma GCC unroll 16
-        for (int row = 0; row < kCount; ++row) {
-            if (row & width) continue;
-            const V first = rows[row], second = rows[row + width];
-            rows[row] = __builtin_shuffle(first, second, low);
-            rows[row + width] = __builtin_shuffle(first, second, high);
-        }
-    }
-}
-
-// to[columns][ld_to] = transpose of from[rows][ld_from]; rows and columns are multiples of the lanes.
-template <class Operand>
-void transpose(Operand* to, int64_t ld_to, const Operand* from, int64_t ld_from, int64_t rows, int64_t columns) {
-    using Unit = typename GemmTraits<Operand>::Real;  // moved as bits, of the operand's size
-    constexpr int kCount = kLanes<Unit>;
-    for (int64_t row = 0; row < rows; row += kCount)
-        for (int64_t column = 0; column < columns; column += kCount) {
-            Vector<Unit> block[kCount];
-#pragma GCC unroll 16
-            for (int i = 0; i < kCount; ++i) block[i] = load<Vector<Unit>>(from + (row + i) * ld_from + column);
-            transpose_registers<Vector<Unit>, LaneMask<Unit>, kCount>(block);
-#pragma GCC unroll 16
-            for (int i = 0; i < kCount; ++i) store(to + (column + i) * ld_to + row, block[i]);
-        }
-}
-
 // rows of from[rows][ld_from] rounded to the tensor's elements.
 template <class Element, class Real>
-void store_rows(Element* to, int64_t row_stride, const Real* from, int64_t ld_from, int64_t rows, int64_t head_dim) {
+void store_rows(Element* to, int64_t row_stride, const Real* from, int64_t ld_from, int64_t rows,
+                int64_t head_dim) {
     for (int64_t row = 0; row < rows; ++row)
         for (int64_t d = 0; d < head_dim; ++d)
             to[row * row_stride + d] = Rounded<Element>::of(from[row * ld_from + d]);
@@ -117,17 +85,23 @@ void store_rows(Element* to, int64_t row_stride, const Real* from, int64_t ld_fr
 
 // Rows of a packed tensor past the last sequence belong to nobody; they come back as zeros.
 template <class Element>
-void zero_unowned_rows(const TensorView& tensor, const int32_t* cu_seqlens, int64_t batch, int64_t rows, int64_t heads,
-                       int64_t head_dim) {
+void zero_unowned_rows(const TensorView& tensor, const int32_t* cu_seqlens, int64_t batch, int64_t rows,
+                       int64_t heads, int64_t head_dim) {
     if (!cu_seqlens) return;
     for (int64_t row = cu_seqlens[batch]; row < rows; ++row)
         for (int64_t head = 0; head < heads; ++head)
             std::memset(row_of<Element>(tensor, 0, row, head), 0, size_t(head_dim) * sizeof(Element));
 }
 
-FLASH_INLINE bool is_finite(float x) { return x - x == 0; }
-FLASH_INLINE bool is_finite(double x) { return x - x == 0; }
-FLASH_INLINE bool is_finite(Pair x) { return (x.bits & 0x7f80u) != 0x7f80u && (x.bits & 0x7f800000u) != 0x7f800000u; }
+FLASH_INLINE bool is_finite(float x) {
+    return x - x == 0;
+}
+FLASH_INLINE bool is_finite(double x) {
+    return x - x == 0;
+}
+FLASH_INLINE bool is_finite(Pair x) {
+    return (x.bits & 0x7f80u) != 0x7f80u && (x.bits & 0x7f800000u) != 0x7f800000u;
+}
 
 template <class Operand>
 bool all_finite(const Operand* tile, int64_t count) {

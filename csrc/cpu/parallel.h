@@ -1,5 +1,5 @@
-// Independent tasks on the caller's thread pool. Tasks are handed out one by one in their order, so the longest go
-// first and threads finish together; a task's result never depends on the thread that runs it.
+// Independent tasks on the caller's thread pool. Tasks are handed out one by one in their order, so the
+// longest go first and threads finish together; a task's result never depends on the thread that runs it.
 #pragma once
 
 #include <atomic>
@@ -18,7 +18,8 @@ struct Threads {
 };
 
 template <class Task>
-inline __attribute__((always_inline)) void for_each_task(const Threads& threads, int64_t tasks, const Task& task) {
+inline __attribute__((always_inline)) void for_each_task(const Threads& threads, int64_t tasks,
+                                                         const Task& task) {
     struct Context {
         const Threads& threads;
         const Task& task;

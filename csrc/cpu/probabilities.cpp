@@ -14,15 +14,16 @@ namespace {
 
 constexpr double kInvisible = -std::numeric_limits<double>::infinity();
 
-// One query's scores in log2 units, kInvisible where its schedule does not lead.
-std::vector<double> scores_of(const ForwardProblem& problem, const Sequence& sequence, int64_t batch, int64_t head,
-                              int64_t query) {
+// One query's scores, kInvisible where its schedule does not lead.
+std::vector<double> scores_of(const ForwardProblem& problem, const Sequence& sequence, int64_t batch,
+                              int64_t head, int64_t query) {
     const Mask mask(problem, sequence);
     const ScoreTransform<ScalarMath<double>> transform(problem, batch, head);
     const Interval keys = mask.keys_of(query);
-    TileSchedule schedule = problem.key_blocks.counts
-                                ? TileSchedule(keys, keys, 1, block_list_of(problem.key_blocks, batch, head, query))
-                                : TileSchedule(keys, keys, 1);
+    TileSchedule schedule =
+        problem.key_blocks.counts
+            ? TileSchedule(keys, keys, 1, block_list_of(problem.key_blocks, batch, head, query))
+            : TileSchedule(keys, keys, 1);
     const double* row = row_of<double>(problem.q, batch, sequence.first_query_row + query, head);
     std::vector<double> scores(size_t(sequence.seqlen_k), kInvisible);
     for (Run run; schedule.next(run);)
@@ -31,7 +32,7 @@ std::vector<double> scores_of(const ForwardProblem& problem, const Sequence& seq
                                                   head / (problem.heads_q / problem.heads_k));
             double dot = 0;
             for (int64_t d = 0; d < problem.head_dim; ++d) dot += row[d] * column[d];
-            scores[size_t(key)] = transform.score_log2(dot, std::fabs(double(query + mask.diagonal() - key)));
+            scores[size_t(key)] = transform.score(dot, std::fabs(double(query + mask.diagonal() - key)));
         }
     return scores;
 }
@@ -49,8 +50,9 @@ void probabilities(const ForwardProblem& problem, double* probabilities, int64_t
                 double* row = probabilities + ((batch * problem.heads_q + head) * rows + query) * columns;
                 for (int64_t key = 0; key < sequence.seqlen_k; ++key) {
                     if (scores[size_t(key)] == kInvisible) continue;
-                    const bool kept = !problem.dropout_threshold || Dropout(problem, batch, head).keep(query, key);
-                    row[key] = std::exp2(scores[size_t(key)] - row_max) * (kept ? 1 : -1);
+                    const bool kept =
+                        !problem.dropout_threshold || Dropout(problem, batch, head).keep(query, key);
+                    row[key] = std::exp(scores[size_t(key)] - row_max) * (kept ? 1 : -1);
                 }
             }
     }

@@ -7,6 +7,7 @@
 #include "operand_tile.h"
 #include "score_gradient.h"
 #include "score_walk.h"
+#include "stacked_tile.h"
 
 namespace flash::cpu::FLASH_CPU_ISA {
 
@@ -21,13 +22,15 @@ class QueryGradientTask {
 
   public:
     QueryGradientTask(const BackwardProblem& problem, Carver& carver)
-        : problem_(problem.forward), backward_(problem), depth_(operand_depth<Operand>(problem_.head_dim)),
+        : problem_(problem.forward),
+          backward_(problem),
+          depth_(operand_depth<Operand>(problem_.head_dim)),
           value_depth_(operand_depth<Operand>(problem_.head_dim_v)),
-          rows_of_dq_(round_up<int64_t>(problem_.head_dim, kLanes<Real>)) {
+          rows_of_dq_(round_up<int64_t>(problem_.head_dim, kLanes<Real>)),
+          keys_(carver.take<Operand>((kKeyTile + kMicroRows) * depth_)),
+          stacked_keys_(problem_.head_dim, carver, keys_) {
         rows_ = carver.take<Operand>(kPanel * (depth_ > value_depth_ ? depth_ : value_depth_));
-        keys_ = carver.take<Operand>((kKeyTile + kMicroRows) * depth_);
         values_ = carver.take<Operand>((kKeyTile + kMicroRows) * value_depth_);
-        stacked_keys_ = kStep == 1 ? keys_ : carver.take<Operand>(kKeyTile / kStep * rows_of_dq_ + kMicroRows);
         dots_ = carver.take<Real>((kKeyTile + kMicroRows) * kPanel);
         gradients_ = carver.take<Real>((kKeyTile + kMicroRows) * kPanel);
         keep_ = carver.take<Real>(problem_.dropout_threshold ? kKeyTile * kPanel : 0);
@@ -49,8 +52,8 @@ class QueryGradientTask {
         const int64_t panels = (queries.end - queries.begin + kPanel - 1) / kPanel;
         for (int64_t panel = 0; panel < panels; ++panel) start(panel, mask, queries);
 
-        KeyTiles tiles(mask.keys_of(queries.begin), mask.keys_of(queries.end - 1), problem_.key_blocks, batch, head,
-                       queries.begin);
+        KeyTiles tiles(mask.keys_of(queries.begin), mask.keys_of(queries.end - 1), problem_.key_blocks, batch,
+                       head, queries.begin);
         for (typename KeyTiles::Tile tile; tiles.next(tile);) {
             load_keys(tile.positions, tile.masked);
             for (int64_t panel = 0; panel < panels; ++panel) accumulate(panel, tile.positions, transform);
@@ -61,14 +64,15 @@ class QueryGradientTask {
   private:
     void start(int64_t index, const Mask& mask, Interval queries) {
         panels_[index] = query_panel<Real>(mask, queries.begin + index * kPanel, queries.end);
-        const int64_t count = panels_[index].count(), row = sequence_.first_query_row + panels_[index].first();
-        load_plain(rows_, depth_, row_of<Element>(problem_.q, batch_, row, head_), problem_.q.row_stride, count, kPanel,
-                   problem_.head_dim);
+        const int64_t count = panels_[index].count(),
+                      row = sequence_.first_query_row + panels_[index].first();
+        load_plain(rows_, depth_, row_of<Element>(problem_.q, batch_, row, head_), problem_.q.row_stride,
+                   count, kPanel, problem_.head_dim);
         transpose(queries_[index], kPanel, rows_, depth_, kPanel, depth_);
-        load_plain(rows_, value_depth_, row_of<Element>(backward_.dout, batch_, row, head_), backward_.dout.row_stride,
-                   count, kPanel, problem_.head_dim_v);
+        load_plain(rows_, value_depth_, row_of<Element>(backward_.dout, batch_, row, head_),
+                   backward_.dout.row_stride, count, kPanel, problem_.head_dim_v);
         transpose(dout_[index], kPanel, rows_, value_depth_, kPanel, value_depth_);
-        std::memset(statistics_[index].lse_log2, 0, kPanel * sizeof(Real));
+        std::memset(statistics_[index].lse, 0, kPanel * sizeof(Real));
         std::memset(statistics_[index].delta, 0, kPanel * sizeof(Real));
         statistics_[index].load(backward_, batch_, row, head_, count);
         std::memset(dq_[index], 0, size_t(rows_of_dq_ + kMicroRows) * kPanel * sizeof(Real));
@@ -79,11 +83,9 @@ class QueryGradientTask {
         const int64_t row = sequence_.first_key_row + keys.begin;
         const Element* from = row_of<Element>(problem_.k, batch_, row, head);
         load_plain(keys_, depth_, from, problem_.k.row_stride, count, count, problem_.head_dim);
-        if constexpr (kStep > 1)
-            load_stacked(stacked_keys_, from, problem_.k.row_stride, count, problem_.head_dim, rows_of_dq_);
-        load_plain(values_, value_depth_, row_of<Element>(problem_.v, batch_, row, head), problem_.v.row_stride, count,
-                   count, problem_.head_dim_v);
-        keys_finite_ = !masked || all_finite(keys_, count * depth_);
+        stacked_keys_.load(from, problem_.k.row_stride, count, masked);
+        load_plain(values_, value_depth_, row_of<Element>(problem_.v, batch_, row, head),
+                   problem_.v.row_stride, count, count, problem_.head_dim_v);
     }
 
     void accumulate(int64_t index, Interval tile, const ScoreTransform<VectorMath<Real>>& transform) {
@@ -91,53 +93,44 @@ class QueryGradientTask {
         const PanelSpan span = panel.template span<kStep>(tile);
         if (span.count <= 0) return;
         const int64_t first_key = tile.begin + span.offset;
-        gemm<Order::row_major>(span.count, kPanel, depth_, keys_ + span.offset * depth_, depth_, queries_[index], kPanel,
-                               dots_, kPanel, Result::overwrite);
-        gemm<Order::row_major>(span.count, kPanel, value_depth_, values_ + span.offset * value_depth_, value_depth_,
-                               dout_[index], kPanel, gradients_, kPanel, Result::overwrite);
+        gemm<Order::row_major>(span.count, kPanel, depth_, keys_ + span.offset * depth_, depth_,
+                               queries_[index], kPanel, dots_, kPanel, Result::overwrite);
+        gemm<Order::row_major>(span.count, kPanel, value_depth_, values_ + span.offset * value_depth_,
+                               value_depth_, dout_[index], kPanel, gradients_, kPanel, Result::overwrite);
         const bool dropout = problem_.dropout_threshold;
         if (dropout)
             fill_dropout_tile(keep_, Dropout(problem_, batch_, head_), panel.positions(), 1,
                               {first_key, first_key + span.count}, kPanel);
-        differentiate<Lanes::queries, Operand>({dots_, gradients_, dropout ? keep_ : nullptr, first_key}, panel, span,
-                                               transform, statistics_[index]);
-        const Operand* keys = stacked_keys_ + span.offset / kStep * rows_of_dq_;
-        const Operand* gradients = reinterpret_cast<const Operand*>(gradients_);
-        const int64_t steps = (span.count + kStep - 1) / kStep;
-        if (span.masked && !keys_finite_)
-            selecting_gemm<Probabilities::in_b, Order::column_major>(problem_.head_dim, kPanel, steps, keys, rows_of_dq_,
-                                                                     gradients, kPanel, dq_[index], kPanel);
-        else
-            gemm<Order::column_major>(problem_.head_dim, kPanel, steps, keys, rows_of_dq_, gradients, kPanel, dq_[index],
-                                      kPanel, Result::accumulate);
+        differentiate<Lanes::queries, Operand>({dots_, gradients_, dropout ? keep_ : nullptr, first_key},
+                                               panel, span, transform, statistics_[index]);
+        stacked_keys_.add_product(dq_[index], span, reinterpret_cast<const Operand*>(gradients_));
     }
 
     void finish(int64_t index) {
         const Panel<Real>& panel = panels_[index];
         transpose(dq_rows_, rows_of_dq_, dq_[index], kPanel, rows_of_dq_, kPanel);
         const int64_t row = sequence_.first_query_row + panel.first();
-        store_rows(row_of<Element>(backward_.dq, batch_, row, head_), backward_.dq.row_stride, dq_rows_, rows_of_dq_,
-                   panel.count(), problem_.head_dim);
+        store_rows(row_of<Element>(backward_.dq, batch_, row, head_), backward_.dq.row_stride, dq_rows_,
+                   rows_of_dq_, panel.count(), problem_.head_dim);
     }
 
     const ForwardProblem& problem_;
     const BackwardProblem& backward_;
     const int64_t depth_, value_depth_;  // operands along D and Dv
     const int64_t rows_of_dq_;           // D in whole vectors; without Pairs it equals depth
+    Operand* const keys_;                // [kKeyTile][depth]
+    StackedTile<Operand> stacked_keys_;  // the same rows
     int64_t batch_, head_;
     Sequence sequence_;
-    bool keys_finite_;
-    Operand* rows_;                // [kPanel][depth or value_depth]
-    Operand* keys_;                // [kKeyTile][depth]
-    Operand* values_;              // [kKeyTile][value_depth]
-    Operand* stacked_keys_;        // [kKeyTile / kStep][rows_of_dq]
-    Real* dots_;                   // [kKeyTile][kPanel]: S^T, then P^T
-    Real* gradients_;              // [kKeyTile][kPanel]: dP^T, then dS^T
-    Real* keep_;                   // [kKeyTile][kPanel]
-    Real* dq_rows_;                // [kPanel][rows_of_dq]
-    Operand* queries_[kPanels];    // [depth][kPanel]
-    Operand* dout_[kPanels];       // [value_depth][kPanel]
-    Real* dq_[kPanels];            // [rows_of_dq][kPanel]: dQ^T
+    Operand* rows_;              // [kPanel][depth or value_depth]
+    Operand* values_;            // [kKeyTile][value_depth]
+    Real* dots_;                 // [kKeyTile][kPanel]: S^T, then P^T
+    Real* gradients_;            // [kKeyTile][kPanel]: dP^T, then dS^T
+    Real* keep_;                 // [kKeyTile][kPanel]
+    Real* dq_rows_;              // [kPanel][rows_of_dq]
+    Operand* queries_[kPanels];  // [depth][kPanel]
+    Operand* dout_[kPanels];     // [value_depth][kPanel]
+    Real* dq_[kPanels];          // [rows_of_dq][kPanel]: dQ^T
     SoftmaxStatistics<Real> statistics_[kPanels];
     Panel<Real> panels_[kPanels];
 };

@@ -1,9 +1,10 @@
-// From the recomputed dot products and dP to P and dS, the elementwise heart of the backward (docs/algorithm.md):
+// From the recomputed dot products and dP to P and dS, the elementwise heart of the backward
+// (docs/algorithm.md):
 //
 //     P = exp(S - lse)        dS = P o (dropout(dP) - delta) o d(score)/d(dot)
 //
-// on tiles whose lanes are a panel. P is masked before it is used and dS by selection, so that neither a column past
-// the end nor a NaN behind the mask gets through.
+// on tiles whose lanes are a panel. P is masked before it is used and dS by selection, so that neither a
+// column past the end nor a NaN behind the mask gets through.
 #pragma once
 
 #include "../attention/score.h"
@@ -12,17 +13,17 @@
 
 namespace flash::cpu::FLASH_CPU_ISA {
 
-// lse in log2 units and delta, in the order of the rows or lanes they belong to.
+// lse and delta in the order of the rows or lanes they belong to.
 template <class Real>
 struct SoftmaxStatistics {
-    Real* lse_log2;
+    Real* lse;
     Real* delta;
 
     void load(const BackwardProblem& problem, int64_t batch, int64_t row, int64_t head, int64_t count) const {
-        const Real* lse = statistics_of<Real>(problem.forward.lse, batch, row, head);
+        const Real* row_lse = statistics_of<Real>(problem.forward.lse, batch, row, head);
         const Real* row_delta = statistics_of<Real>(problem.delta, batch, row, head);
         for (int64_t i = 0; i < count; ++i) {
-            lse_log2[i] = lse[i] * Real(kLog2e);
+            lse[i] = row_lse[i];
             delta[i] = row_delta[i];
         }
     }
@@ -40,7 +41,8 @@ struct ScoreTile {
 
 template <Lanes lanes, class Operand, class Real>
 void differentiate(const ScoreTile<Real>& tile, const Panel<Real>& panel, const PanelSpan& span,
-                   const ScoreTransform<VectorMath<Real>>& transform, const SoftmaxStatistics<Real>& statistics) {
+                   const ScoreTransform<VectorMath<Real>>& transform,
+                   const SoftmaxStatistics<Real>& statistics) {
     using Math = VectorMath<Real>;
     constexpr int64_t kPanel = Panel<Real>::lanes, kStep = GemmTraits<Operand>::depth_per_step;
     const Vector<Real> zero{};
@@ -53,19 +55,19 @@ void differentiate(const ScoreTile<Real>& tile, const Panel<Real>& panel, const 
                 if (row + i >= span.count) continue;
                 const int64_t at = (row + i) * kPanel + column;
                 const Vector<Real> dot = load<Vector<Real>>(tile.dots + at);
-                Vector<Real> lse_log2, delta;
+                Vector<Real> lse, delta;
                 if constexpr (lanes == Lanes::queries) {
-                    lse_log2 = load<Vector<Real>>(statistics.lse_log2 + column);
+                    lse = load<Vector<Real>>(statistics.lse + column);
                     delta = load<Vector<Real>>(statistics.delta + column);
                 } else {
-                    lse_log2 = broadcast(statistics.lse_log2[row + i]);
+                    lse = broadcast(statistics.lse[row + i]);
                     delta = broadcast(statistics.delta[row + i]);
                 }
                 const int64_t position = tile.first + row + i;
-                const Vector<Real> score =
-                    transform.is_linear() ? dot * transform.inner
-                                          : transform.score_log2(dot, panel.distance(v, position));
-                Vector<Real> p = Math::exp2(score - lse_log2), dp = load<Vector<Real>>(tile.gradients + at);
+                const Vector<Real> score = transform.is_linear()
+                                               ? dot * transform.inner
+                                               : transform.score(dot, panel.distance(v, position));
+                Vector<Real> p = Math::exponential(score - lse), dp = load<Vector<Real>>(tile.gradients + at);
                 Vector<Real> dropped = p;
                 if (tile.keep) {
                     const Vector<Real> keep = load<Vector<Real>>(tile.keep + at);

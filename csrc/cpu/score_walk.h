@@ -1,5 +1,5 @@
-// What every pass does to walk the score matrix: tiles of rows as tasks, panels of lanes, the schedule's runs cut into
-// tiles.
+// What every pass does to walk the score matrix: tiles of rows as tasks, panels of lanes, the schedule's runs
+// cut into tiles.
 #pragma once
 
 #include "../attention/tile_schedule.h"
@@ -11,8 +11,8 @@ namespace flash::cpu::FLASH_CPU_ISA {
 inline constexpr int64_t kQueryTile = 128;
 inline constexpr int64_t kKeyTile = 128;
 
-// A schedule's runs cut at the multiples of kTile, and glued where they meet between two multiples: a tile's extent
-// then follows from what is visited alone, and with it every bit of the result.
+// A schedule's runs cut at the multiples of kTile, and glued where they meet between two multiples: a tile's
+// extent then follows from what is visited alone, and with it every bit of the result.
 template <int64_t kTile>
 class ScheduledTiles {
   public:
@@ -21,8 +21,8 @@ class ScheduledTiles {
         bool masked;
     };
 
-    ScheduledTiles(Interval first_row, Interval last_row, const BlockLists& lists, int64_t batch, int64_t head,
-                   int64_t row)
+    ScheduledTiles(Interval first_row, Interval last_row, const BlockLists& lists, int64_t batch,
+                   int64_t head, int64_t row)
         : schedule_(lists.counts
                         ? TileSchedule(first_row, last_row, 1, block_list_of(lists, batch, head, row))
                         : TileSchedule(first_row, last_row, 1)) {
@@ -49,15 +49,15 @@ class ScheduledTiles {
     bool more_;
 };
 
-// The part of a tile that a panel visits. offset counts from the tile's first position; both are multiples of the
-// operand's step (a Pair's two rows are multiplied together), except a count that ends with the tile.
+// The part of a tile that a panel visits. offset counts from the tile's first position; both are multiples of
+// the operand's step (a Pair's two rows are multiplied together), except a count that ends with the tile.
 struct PanelSpan {
     int64_t offset, count;
     bool masked;
 };
 
-// The lanes of one strip of columns in a tile product and what each of them sees along the other axis: queries and the
-// keys they see for O and dQ, keys and the queries that see them for dK and dV.
+// The lanes of one strip of columns in a tile product and what each of them sees along the other axis:
+// queries and the keys they see for O and dQ, keys and the queries that see them for dK and dV.
 template <class Real>
 class Panel {
   public:
@@ -65,8 +65,8 @@ class Panel {
 
     Panel() = default;
 
-    // Lanes are the positions [first, min(first + lanes, end)); visible(position) is what a lane sees, and center is
-    // the other axis' position that lane 0 meets on the diagonal.
+    // Lanes are the positions [first, min(first + lanes, end)); visible(position) is what a lane sees, and
+    // center is the other axis' position that lane 0 meets on the diagonal.
     template <class Visible>
     Panel(int64_t first, int64_t end, int64_t center, const Visible& visible)
         : first_(first), count_(end - first < lanes ? end - first : lanes) {
@@ -109,24 +109,26 @@ class Panel {
     using Position = typename VectorOf<Real>::position;
 
     int64_t first_, count_;
-    Interval visited_;         // what some lane sees
-    Interval plain_{0, 0};     // what every lane sees; empty where lanes lie past the end
+    Interval visited_;      // what some lane sees
+    Interval plain_{0, 0};  // what every lane sees; empty where lanes lie past the end
     LaneMask<Real> begin_[kMicroVectors], end_[kMicroVectors];
     Vector<Real> center_[kMicroVectors];
 };
 
 template <class Real>
 Panel<Real> query_panel(const Mask& mask, int64_t first, int64_t end) {
-    return Panel<Real>(first, end, first + mask.diagonal(), [&](int64_t query) { return mask.keys_of(query); });
+    return Panel<Real>(first, end, first + mask.diagonal(),
+                       [&](int64_t query) { return mask.keys_of(query); });
 }
 
 template <class Real>
 Panel<Real> key_panel(const Mask& mask, int64_t first, int64_t end) {
-    return Panel<Real>(first, end, first - mask.diagonal(), [&](int64_t key) { return mask.queries_of(key); });
+    return Panel<Real>(first, end, first - mask.diagonal(),
+                       [&](int64_t key) { return mask.queries_of(key); });
 }
 
-// Calls run(scratch, batch, head, sequence, queries) for every tile of queries, latest queries first: under a causal
-// mask they see the most keys.
+// Calls run(scratch, batch, head, sequence, queries) for every tile of queries, latest queries first: under a
+// causal mask they see the most keys.
 template <class Run>
 FLASH_INLINE void for_each_query_tile(const ForwardProblem& problem, const Threads& threads, const Run& run) {
     const RowTiles tiles(problem.seqlen_q, problem.key_blocks, kQueryTile);
@@ -139,8 +141,8 @@ FLASH_INLINE void for_each_query_tile(const ForwardProblem& problem, const Threa
     });
 }
 
-// Calls run(scratch, batch, key_head, sequence, keys) for every tile of keys, earliest keys first: under a causal mask
-// the most queries see them.
+// Calls run(scratch, batch, key_head, sequence, keys) for every tile of keys, earliest keys first: under a
+// causal mask the most queries see them.
 template <class Run>
 FLASH_INLINE void for_each_key_tile(const ForwardProblem& problem, const Threads& threads, const Run& run) {
     const RowTiles tiles(problem.seqlen_k, problem.query_blocks, kKeyTile);

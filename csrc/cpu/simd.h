@@ -1,13 +1,13 @@
-// Vectors of the instruction set that this translation unit is compiled for, and the few operations on them that
-// attention needs. forward.cpp and backward.cpp are compiled once per instruction set (setup.py's table), each time
-// with its own FLASH_CPU_ISA: everything here lives in that namespace, so the linker can't hand one variant's code
-// to another.
+// Vectors of the instruction set that this translation unit is compiled for, and the few operations on them
+// that attention needs. forward.cpp and backward.cpp are compiled once per instruction set (setup.py's
+// table), each time with its own FLASH_CPU_ISA: everything here lives in that namespace, so the linker can't
+// hand one variant's code to another.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
 
-#if defined(__AVX512BF16__)
+#if defined(__AVX512F__)
 #include <immintrin.h>
 #endif
 
@@ -57,7 +57,11 @@ using LaneMask = typename VectorOf<Real>::mask;  // all ones in a chosen lane, z
 template <class Real>
 inline constexpr int kLanes = kVectorBytes / int(sizeof(Real));
 template <class Real>
-inline constexpr int kMicroColumns = kMicroVectors * kLanes<Real>;
+inline constexpr int kMicroColumns = kMicroVectors* kLanes<Real>;
+
+struct Pair {  // two bfloat16, first one in the low half
+    uint32_t bits;
+};
 
 template <class V, class Source>
 FLASH_INLINE V load(const Source* from) {
@@ -70,7 +74,11 @@ FLASH_INLINE void store(Target* to, V v) {
     std::memcpy(to, &v, sizeof v);
 }
 
-FLASH_INLINE Vector<float> broadcast(float x) { return x - Vector<float>{}; }
-FLASH_INLINE Vector<double> broadcast(double x) { return x - Vector<double>{}; }
+FLASH_INLINE Vector<float> broadcast(float x) {
+    return x - Vector<float>{};
+}
+FLASH_INLINE Vector<double> broadcast(double x) {
+    return x - Vector<double>{};
+}
 
 }  // namespace flash::cpu::FLASH_CPU_ISA

@@ -1,19 +1,19 @@
-// C (+)= A B on tiles that lie in the cache. A's elements are broadcast, B's rows are vectors, C stays in registers
-// over the whole depth. B is [depth][columns]; A is [rows][depth] (row major) or [depth][rows] (column major): the
-// two orders are what lets attention use Q, K, V, P and dS as they lie, each product in the order that needs no
-// transposed copy inside the loop over tiles.
+// C (+)= A B on tiles that lie in the cache. A's elements are broadcast, B's rows are vectors, C stays in
+// registers over the whole depth. B is [depth][columns]; A is [rows][depth] (row major) or [depth][rows]
+// (column major): the two orders are what lets attention use Q, K, V, P and dS as they lie, each product in
+// the order that needs no transposed copy inside the loop over tiles.
 //
-// With bfloat16 operands two steps of the depth are one 32-bit Pair and one vdpbf16ps: B is [depth/2][columns] of
-// pairs, column-major A [depth/2][rows] of pairs, row-major A plain rows. Sums are float in any case.
+// With bfloat16 operands two steps of the depth are one 32-bit Pair and one vdpbf16ps: B is
+// [depth/2][columns] of pairs, column-major A [depth/2][rows] of pairs, row-major A plain rows. Sums are
+// float in any case.
 #pragma once
 
+#include <type_traits>
+
+#include "matrix_unit.h"
 #include "simd.h"
 
 namespace flash::cpu::FLASH_CPU_ISA {
-
-struct Pair {  // two bfloat16, first one in the low half
-    uint32_t bits;
-};
 
 template <class Operand>
 struct GemmTraits {
@@ -27,7 +27,6 @@ struct GemmTraits<Pair> {
 };
 
 enum class Order { row_major, column_major };
-enum class Result { overwrite, accumulate };
 
 template <class Real>
 FLASH_INLINE void multiply_add(Vector<Real>& sum, Real a, const Real* b) {
@@ -40,15 +39,11 @@ FLASH_INLINE void multiply_add(Vector<float>& sum, Pair a, const Pair* b) {
 #endif
 
 template <Order order, class Operand, class Real>
-FLASH_INLINE void micro_tile(int64_t steps, const Operand* a, int64_t lda, const Operand* b, int64_t ldb, Real* c,
-                             int64_t ldc, Result result) {
-    Vector<Real> sum[kMicroRows][kMicroVectors];
-#pragma GCC unroll 16
-    for (int row = 0; row < kMicroRows; ++row)
-#pragma GCC unroll 4
-        for (int v = 0; v < kMicroVectors; ++v)
-            sum[row][v] = result == Result::accumulate ? load<Vector<Real>>(c + row * ldc + v * kLanes<Real>)
-                                                       : Vector<Real>{};
+FLASH_INLINE void micro_tile(int64_t steps, const Operand* a, int64_t lda, const Operand* b, int64_t ldb,
+                             Real* c, int64_t ldc, Result result) {
+    // Summed from zero and added to C last: the error of a long sum grows with the tiles, not with their
+    // depths.
+    Vector<Real> sum[kMicroRows][kMicroVectors] = {};
     for (int64_t step = 0; step < steps; ++step, b += ldb) {
 #pragma GCC unroll 16
         for (int row = 0; row < kMicroRows; ++row) {
@@ -60,22 +55,78 @@ FLASH_INLINE void micro_tile(int64_t steps, const Operand* a, int64_t lda, const
 #pragma GCC unroll 16
     for (int row = 0; row < kMicroRows; ++row)
 #pragma GCC unroll 4
-        for (int v = 0; v < kMicroVectors; ++v) store(c + row * ldc + v * kLanes<Real>, sum[row][v]);
+        for (int v = 0; v < kMicroVectors; ++v) {
+            Real* to = c + row * ldc + v * kLanes<Real>;
+            store(to, result == Result::accumulate ? load<Vector<Real>>(to) + sum[row][v] : sum[row][v]);
+        }
 }
 
-// rows and columns are rounded up to whole micro tiles: A, B and C have (or own scratch for) that many.
-// steps counts Operands along the depth; lda and ldb count Operands, ldc counts Reals.
+#if defined(__AMX_BF16__)
+// Rows, columns and steps are multiples of 16, 32 and 16. A block of 32 x 32 sums is four of the unit's eight
+// tiles; a tile is 16 rows of 16 operands. The unit reads A by rows only, so a column-major A is transposed
+// block by block.
+template <Order order>
+void matrix_unit_gemm(int64_t rows, int64_t columns, int64_t steps, const Pair* a, int64_t lda, const Pair* b,
+                      int64_t ldb, float* c, int64_t ldc, Result result) {
+    constexpr int64_t kBlock = 32, kTile = 16, kMaxSteps = 128;
+    alignas(64) Pair transposed[kBlock * kMaxSteps];
+    for (int64_t first = 0; first < steps; first += kMaxSteps, result = Result::accumulate) {
+        const int64_t count = steps - first < kMaxSteps ? steps - first : kMaxSteps;
+        for (int64_t row = 0; row < rows; row += kBlock) {
+            const bool two = row + kTile < rows;
+            const Pair* block = a + row * lda + first;
+            int64_t ld = lda;
+            if constexpr (order == Order::column_major) {
+                transpose(transposed, count, a + first * lda + row, lda, count, two ? kBlock : kTile);
+                block = transposed;
+                ld = count;
+            }
+            for (int64_t column = 0; column < columns; column += kBlock)
+                matrix_unit_block(two, count, block, ld, b + first * ldb + column, ldb,
+                                  c + row * ldc + column, ldc, result);
+        }
+    }
+}
+#endif
+
 template <Order order, class Operand, class Real>
-void gemm(int64_t rows, int64_t columns, int64_t steps, const Operand* a, int64_t lda, const Operand* b, int64_t ldb,
-          Real* c, int64_t ldc, Result result) {
+void vector_gemm(int64_t rows, int64_t columns, int64_t steps, const Operand* a, int64_t lda,
+                 const Operand* b, int64_t ldb, Real* c, int64_t ldc, Result result) {
     for (int64_t column = 0; column < columns; column += kMicroColumns<Real>)
         for (int64_t row = 0; row < rows; row += kMicroRows)
             micro_tile<order>(steps, a + (order == Order::row_major ? row * lda : row), lda, b + column, ldb,
                               c + row * ldc + column, ldc, result);
 }
 
-FLASH_INLINE float part(float x, int) { return x; }
-FLASH_INLINE double part(double x, int) { return x; }
+// rows and columns are rounded up to whole micro tiles: A, B and C have (or own scratch for) that many.
+// steps counts Operands along the depth; lda and ldb count Operands, ldc counts Reals.
+template <Order order, class Operand, class Real>
+void gemm(int64_t rows, int64_t columns, int64_t steps, const Operand* a, int64_t lda, const Operand* b,
+          int64_t ldb, Real* c, int64_t ldc, Result result) {
+#if defined(__AMX_BF16__)
+    if constexpr (std::is_same_v<Operand, Pair>) {
+        const int64_t unit_rows = rows / 16 * 16, unit_steps = steps / 16 * 16;
+        if (unit_rows > 0 && unit_steps > 0) {
+            matrix_unit_gemm<order>(unit_rows, columns, unit_steps, a, lda, b, ldb, c, ldc, result);
+            if (unit_steps < steps)
+                vector_gemm<order>(unit_rows, columns, steps - unit_steps,
+                                   a + (order == Order::row_major ? unit_steps : unit_steps * lda), lda,
+                                   b + unit_steps * ldb, ldb, c, ldc, Result::accumulate);
+            rows -= unit_rows;
+            a += order == Order::row_major ? unit_rows * lda : unit_rows;
+            c += unit_rows * ldc;
+        }
+    }
+#endif
+    vector_gemm<order>(rows, columns, steps, a, lda, b, ldb, c, ldc, result);
+}
+
+FLASH_INLINE float part(float x, int) {
+    return x;
+}
+FLASH_INLINE double part(double x, int) {
+    return x;
+}
 FLASH_INLINE float part(Pair x, int index) {
     const uint32_t bits = index == 0 ? x.bits << 16 : x.bits & 0xffff0000u;
     float real;
@@ -85,17 +136,18 @@ FLASH_INLINE float part(Pair x, int index) {
 
 enum class Probabilities { in_a, in_b };
 
-// gemm for tiles in which a masked probability of 0 meets NaN or infinity: there 0 * x is 0, so nothing behind a mask
-// leaks. Taken only for such tiles, hence plain loops.
+// gemm for tiles in which a masked probability of 0 meets NaN or infinity: there 0 * x is 0, so nothing
+// behind a mask leaks. Taken only for such tiles, hence plain loops.
 template <Probabilities where, Order order, class Operand, class Real>
-void selecting_gemm(int64_t rows, int64_t columns, int64_t steps, const Operand* a, int64_t lda, const Operand* b,
-                    int64_t ldb, Real* c, int64_t ldc) {
+void selecting_gemm(int64_t rows, int64_t columns, int64_t steps, const Operand* a, int64_t lda,
+                    const Operand* b, int64_t ldb, Real* c, int64_t ldc) {
     for (int64_t row = 0; row < rows; ++row)
         for (int64_t column = 0; column < columns; ++column) {
             Real sum = c[row * ldc + column];
             for (int64_t step = 0; step < steps; ++step)
                 for (int i = 0; i < GemmTraits<Operand>::depth_per_step; ++i) {
-                    const Real left = part(order == Order::row_major ? a[row * lda + step] : a[step * lda + row], i);
+                    const Real left =
+                        part(order == Order::row_major ? a[row * lda + step] : a[step * lda + row], i);
                     const Real right = part(b[step * ldb + column], i);
                     if ((where == Probabilities::in_a ? left : right) != 0) sum += left * right;
                 }

@@ -9,7 +9,10 @@ import platform
 _AVX2 = ["-mavx2", "-mfma", "-mbmi2"]
 _AVX512 = [*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512"]
 
+_AVX512_BF16 = [*_AVX512, "-mavx512bf16"]
+_AMX = [*_AVX512_BF16, "-mamx-tile", "-mamx-bf16"]
+
 # name -> compiler flags; the name is the namespace FLASH_CPU_ISA too
 VARIANTS = {"baseline": []}
 if platform.machine() in ("x86_64", "AMD64"):
-    VARIANTS |= {"avx2": _AVX2, "avx512": _AVX512, "avx512_bf16": [*_AVX512, "-mavx512bf16"]}
+    VARIANTS |= {"avx2": _AVX2, "avx512": _AVX512, "avx512_bf16": _AVX512_BF16, "amx": _AMX}

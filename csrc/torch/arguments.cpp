@@ -9,21 +9,29 @@ namespace flash {
 namespace {
 
 constexpr int64_t kMaxHeadDim = 256;
-constexpr int64_t kMaxPosition = std::numeric_limits<int32_t>::max() / 2;  // positions and their sums fit 32 bits
+constexpr int64_t kMaxPosition =
+    std::numeric_limits<int32_t>::max() / 2;  // positions and their sums fit 32 bits
 
 DType dtype_of(const char* name, const Tensor& tensor) {
     switch (tensor.scalar_type()) {
-        case ScalarType::Half: return DType::float16;
-        case ScalarType::BFloat16: return DType::bfloat16;
-        case ScalarType::Float: return DType::float32;
-        case ScalarType::Double: return DType::float64;
-        default: break;
+        case ScalarType::Half:
+            return DType::float16;
+        case ScalarType::BFloat16:
+            return DType::bfloat16;
+        case ScalarType::Float:
+            return DType::float32;
+        case ScalarType::Double:
+            return DType::float64;
+        default:
+            break;
     }
     check(false, name, " is ", describe(tensor), "; its dtype must be float16, bfloat16, float32 or float64");
     __builtin_unreachable();
 }
 
-int64_t window_of(int64_t window) { return window < 0 ? -1 : window < kMaxPosition ? window : kMaxPosition; }
+int64_t window_of(int64_t window) {
+    return window < 0 ? -1 : window < kMaxPosition ? window : kMaxPosition;
+}
 
 }  // namespace
 
@@ -34,7 +42,8 @@ Arguments::Arguments(const Tensor& q, const Tensor& k, const Tensor& v, const Op
     const int64_t dims = options.cu_seqlens_q ? 3 : 4;
     const char* layout = dims == 3 ? " [total, heads, head_dim]" : " [batch, seqlen, heads, head_dim]";
     for (const auto& [name, tensor] : {std::pair{"q", &q_}, {"k", &k_}, {"v", &v_}}) {
-        check(tensor->dim() == dims, name, " is ", describe(*tensor), "; it must have ", dims, " dimensions,", layout);
+        check(tensor->dim() == dims, name, " is ", describe(*tensor), "; it must have ", dims, " dimensions,",
+              layout);
         check_device(name, *tensor);
     }
     problem.dtype = dtype_of("q", q_);
@@ -44,10 +53,12 @@ Arguments::Arguments(const Tensor& q, const Tensor& k, const Tensor& v, const Op
     set_sequences(options);
     set_scores(options);
     set_dropout(options);
-    problem.key_blocks = block_lists("query", options.key_block_counts, options.key_block_indices, options.block_size_q,
-                                     options.block_size_k, problem.seqlen_q, problem.seqlen_k);
-    problem.query_blocks = block_lists("key", options.query_block_counts, options.query_block_indices,
-                                       options.block_size_k, options.block_size_q, problem.seqlen_k, problem.seqlen_q);
+    problem.key_blocks =
+        block_lists("query", options.key_block_counts, options.key_block_indices, options.block_size_q,
+                    options.block_size_k, problem.seqlen_q, problem.seqlen_k);
+    problem.query_blocks =
+        block_lists("key", options.query_block_counts, options.query_block_indices, options.block_size_k,
+                    options.block_size_q, problem.seqlen_k, problem.seqlen_q);
     problem.q = view(q_);
     problem.k = view(k_);
     problem.v = view(v_);
@@ -67,9 +78,10 @@ void Arguments::set_shapes() {
     check(problem.heads_q > 0 && problem.heads_k > 0 && problem.heads_q % problem.heads_k == 0, "q has ",
           problem.heads_q, " heads and k has ", problem.heads_k, "; k's must be positive and divide q's");
     for (const auto& [name, size] : {std::pair{"q", problem.head_dim}, {"v", problem.head_dim_v}})
-        check(size >= 1 && size <= kMaxHeadDim, name, " has head_dim ", size, "; it must be from 1 to ", kMaxHeadDim);
-    check(problem.rows_q <= kMaxPosition && problem.rows_k <= kMaxPosition, "q has ", problem.rows_q, " rows and k ",
-          problem.rows_k, "; at most ", kMaxPosition, " are supported");
+        check(size >= 1 && size <= kMaxHeadDim, name, " has head_dim ", size, "; it must be from 1 to ",
+              kMaxHeadDim);
+    check(problem.rows_q <= kMaxPosition && problem.rows_k <= kMaxPosition, "q has ", problem.rows_q,
+          " rows and k ", problem.rows_k, "; at most ", kMaxPosition, " are supported");
     if (dense) {
         check_shape("k", k_, {problem.batch, problem.rows_k, problem.heads_k, problem.head_dim});
         check_shape("v", v_, {problem.batch, problem.rows_k, problem.heads_k, problem.head_dim_v});
@@ -92,7 +104,8 @@ const int32_t* Arguments::offsets(const char* name, const Tensor& tensor, int64_
         const Tensor wide = torch::stable::contiguous(tensor);
         const int64_t* values = wide.const_data_ptr<int64_t>();
         for (int64_t i = 0; i < wide.size(0); ++i)
-            check(values[i] >= 0 && values[i] <= total, name, "[", i, "] is ", values[i], "; there are ", total, " rows");
+            check(values[i] >= 0 && values[i] <= total, name, "[", i, "] is ", values[i], "; there are ",
+                  total, " rows");
     }
     kept_.push_back(torch::stable::contiguous(torch::stable::to(tensor, ScalarType::Int)));
     const int32_t* values = kept_.back().const_data_ptr<int32_t>();
@@ -126,7 +139,8 @@ void Arguments::set_sequences(const Options& options) {
 }
 
 void Arguments::set_scores(const Options& options) {
-    check(std::isfinite(options.softmax_scale), "softmax_scale is ", options.softmax_scale, "; it must be finite");
+    check(std::isfinite(options.softmax_scale), "softmax_scale is ", options.softmax_scale,
+          "; it must be finite");
     check(std::isfinite(options.softcap) && options.softcap >= 0, "softcap is ", options.softcap,
           "; it must be finite and at least 0 (0: off)");
     problem.softmax_scale = options.softmax_scale;
@@ -163,25 +177,29 @@ void Arguments::set_dropout(const Options& options) {
     problem.dropout_threshold = uint32_t(threshold < 65535 ? threshold : 65535);
 }
 
-BlockLists Arguments::block_lists(const char* axis, const OptionalTensor& counts, const OptionalTensor& indices,
-                                  int64_t row_block, int64_t column_block, int64_t rows, int64_t columns) {
+BlockLists Arguments::block_lists(const char* axis, const OptionalTensor& counts,
+                                  const OptionalTensor& indices, int64_t row_block, int64_t column_block,
+                                  int64_t rows, int64_t columns) {
     BlockLists lists;
     if (!counts || !indices) return lists;
     check(!packed(), "block masks do not support packed sequences");
-    check(row_block > 0 && column_block > 0, "the ", axis, " blocks have sizes ", row_block, " and ", column_block,
-          "; they must be positive");
-    const int64_t block_rows = (rows + row_block - 1) / row_block, capacity = (columns + column_block - 1) / column_block;
+    check(row_block > 0 && column_block > 0, "the ", axis, " blocks have sizes ", row_block, " and ",
+          column_block, "; they must be positive");
+    const int64_t block_rows = (rows + row_block - 1) / row_block,
+                  capacity = (columns + column_block - 1) / column_block;
     for (const auto& [part, tensor] : {std::pair{"counts", &*counts}, {"indices", &*indices}}) {
         const std::string name = std::string("the mask's ") + axis + " block " + part;
         check_dtype(name.c_str(), *tensor, ScalarType::Int, "");
         check_device(name.c_str(), *tensor);
         check(tensor->dim() == (tensor == &*counts ? 3 : 4) &&
                   (tensor->size(0) == 1 || tensor->size(0) == problem.batch) &&
-                  (tensor->size(1) == 1 || tensor->size(1) == problem.heads_q) && tensor->size(2) == block_rows,
+                  (tensor->size(1) == 1 || tensor->size(1) == problem.heads_q) &&
+                  tensor->size(2) == block_rows,
               name, " have shape ", shape_of(*tensor), "; they must be [1 or ", problem.batch, ", 1 or ",
               problem.heads_q, ", ", block_rows, "...] for blocks of ", row_block, " and ", rows, " rows");
     }
-    check_shape("the mask's block indices", *indices, {counts->size(0), counts->size(1), block_rows, capacity});
+    check_shape("the mask's block indices", *indices,
+                {counts->size(0), counts->size(1), block_rows, capacity});
     kept_.push_back(torch::stable::contiguous(*counts));
     lists.counts = kept_.back().const_data_ptr<int32_t>();
     kept_.push_back(torch::stable::contiguous(*indices));
@@ -197,21 +215,22 @@ BlockLists Arguments::block_lists(const char* axis, const OptionalTensor& counts
 
 void Arguments::check_block_indices(const char* axis, const BlockLists& lists, int64_t block_rows) const {
     for (int64_t row = 0; row < block_rows; ++row) {
-        check(lists.counts[row] >= 0 && lists.counts[row] <= lists.capacity, "the mask lists ", lists.counts[row],
-              " blocks in ", axis, " block row ", row, " of ", lists.capacity);
+        check(lists.counts[row] >= 0 && lists.counts[row] <= lists.capacity, "the mask lists ",
+              lists.counts[row], " blocks in ", axis, " block row ", row, " of ", lists.capacity);
         for (int64_t i = 0; i < lists.counts[row]; ++i) {
             const int64_t index = lists.indices[row * lists.capacity + i];
             check(index < lists.capacity && index > (i ? lists.indices[row * lists.capacity + i - 1] : -1),
-                  "the mask's ", axis, " block row ", row, " lists block ", index, "; blocks must ascend below ",
-                  lists.capacity);
+                  "the mask's ", axis, " block row ", row, " lists block ", index,
+                  "; blocks must ascend below ", lists.capacity);
         }
     }
 }
 
 TensorView Arguments::view(const Tensor& tensor) {
     const int64_t dims = tensor.dim();
-    kept_.push_back(tensor.size(dims - 1) == 1 || tensor.stride(dims - 1) == 1 ? tensor
-                                                                                : torch::stable::contiguous(tensor));
+    kept_.push_back(tensor.size(dims - 1) == 1 || tensor.stride(dims - 1) == 1
+                        ? tensor
+                        : torch::stable::contiguous(tensor));
     const Tensor& kept = kept_.back();
     return {kept.data_ptr(), dims == 4 ? kept.stride(0) : 0, kept.stride(dims - 3), kept.stride(dims - 2)};
 }
@@ -240,11 +259,14 @@ RowStatistics Arguments::statistics_of(const Tensor& tensor) const {
 CpuThreads::CpuThreads(const Tensor& like, size_t scratch_bytes) {
     threads_.count = torch::stable::get_num_threads();
     threads_.scratch_bytes = scratch_bytes;
-    scratch_ = torch::stable::new_empty(like, {int64_t(scratch_bytes) * threads_.count + 64}, ScalarType::Byte);
+    scratch_ =
+        torch::stable::new_empty(like, {int64_t(scratch_bytes) * threads_.count + 64}, ScalarType::Byte);
     const auto address = reinterpret_cast<uintptr_t>(scratch_.data_ptr());
     threads_.scratch = reinterpret_cast<char*>((address + 63) / 64 * 64);
-    threads_.parallel_for = [](int64_t begin, int64_t end, int64_t grain, cpu::Threads::Body body, void* context) {
-        torch::stable::parallel_for(begin, end, grain, [&](int64_t first, int64_t last) { body(first, last, context); });
+    threads_.parallel_for = [](int64_t begin, int64_t end, int64_t grain, cpu::Threads::Body body,
+                               void* context) {
+        torch::stable::parallel_for(begin, end, grain,
+                                    [&](int64_t first, int64_t last) { body(first, last, context); });
     };
 }
 

@@ -1,4 +1,5 @@
-// From the operators' arguments to a ForwardProblem. The tensors that the problem points into live as long as this.
+// From the operators' arguments to a ForwardProblem. The tensors that the problem points into live as long as
+// this.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -42,7 +43,8 @@ class Arguments {
     // lse-like: [B, H, Sq] or [H, Tq] in the accumulation type.
     Tensor new_statistics() const;
     RowStatistics statistics_of(const Tensor& tensor) const;
-    // A tensor shaped like q (query rows) or k (key rows), with a contiguous last dimension. Holds copies alive.
+    // A tensor shaped like q (query rows) or k (key rows), with a contiguous last dimension. Holds copies
+    // alive.
     TensorView view(const Tensor& tensor);
     torch::headeronly::ScalarType accumulation_dtype() const;
 

@@ -17,8 +17,9 @@ void check_statistics(const char* name, const Tensor& tensor, const Arguments& a
 
 }  // namespace
 
-std::tuple<Tensor, Tensor, Tensor> attention_backward(Tensor dout, OptionalTensor dlse, Tensor q, Tensor k, Tensor v,
-                                                      Tensor out, Tensor lse, FLASH_OPTION_PARAMETERS) {
+std::tuple<Tensor, Tensor, Tensor> attention_backward(Tensor dout, OptionalTensor dlse, Tensor q, Tensor k,
+                                                      Tensor v, Tensor out, Tensor lse,
+                                                      FLASH_OPTION_PARAMETERS) {
     Arguments arguments(q, k, v, FLASH_OPTION_ARGUMENTS);
     BackwardProblem problem{};
     for (const auto& [name, tensor] : {std::pair{"dout", &dout}, {"out", &out}}) {

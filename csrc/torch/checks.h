@@ -1,5 +1,5 @@
-// What the user gave, what is needed: every check of the operators throws a std::runtime_error (RuntimeError in
-// Python) with a sentence that names the argument, before any work is done or any output allocated.
+// What the user gave, what is needed: every check of the operators throws a std::runtime_error (RuntimeError
+// in Python) with a sentence that names the argument, before any work is done or any output allocated.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -24,14 +24,22 @@ void check(bool holds, const Parts&... parts) {
 
 inline std::string name_of(ScalarType dtype) {
     switch (dtype) {
-        case ScalarType::Half: return "float16";
-        case ScalarType::BFloat16: return "bfloat16";
-        case ScalarType::Float: return "float32";
-        case ScalarType::Double: return "float64";
-        case ScalarType::Int: return "int32";
-        case ScalarType::Long: return "int64";
-        case ScalarType::Bool: return "bool";
-        default: return "dtype number " + std::to_string(int(dtype));
+        case ScalarType::Half:
+            return "float16";
+        case ScalarType::BFloat16:
+            return "bfloat16";
+        case ScalarType::Float:
+            return "float32";
+        case ScalarType::Double:
+            return "float64";
+        case ScalarType::Int:
+            return "int32";
+        case ScalarType::Long:
+            return "int64";
+        case ScalarType::Bool:
+            return "bool";
+        default:
+            return "dtype number " + std::to_string(int(dtype));
     }
 }
 
@@ -41,7 +49,9 @@ inline std::string shape_of(const Tensor& tensor) {
     return shape + "]";
 }
 
-inline std::string describe(const Tensor& tensor) { return name_of(tensor.scalar_type()) + " " + shape_of(tensor); }
+inline std::string describe(const Tensor& tensor) {
+    return name_of(tensor.scalar_type()) + " " + shape_of(tensor);
+}
 
 inline void check_shape(const char* name, const Tensor& tensor, std::initializer_list<int64_t> expected) {
     bool equal = tensor.dim() == int64_t(expected.size());

@@ -1,4 +1,5 @@
-// Operator schemas, their registration through LibTorch's stable ABI, and the pybind11 module for what needs no tensor.
+// Operator schemas, their registration through LibTorch's stable ABI, and the pybind11 module for what needs
+// no tensor.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/stable/library.h>
@@ -6,22 +7,24 @@
 #include "../engine.h"
 #include "operators.h"
 
-// Dense: q [B, Sq, H, D], k [B, Sk, Hk, D], v [B, Sk, Hk, Dv]. Packed: [T, H, D] with cu_seqlens_* int32 [B + 1].
-// The options mean the same in every operator:
+// Dense: q [B, Sq, H, D], k [B, Sk, Hk, D], v [B, Sk, Hk, Dv]. Packed: [T, H, D] with cu_seqlens_* int32 [B +
+// 1]. The options mean the same in every operator:
 //   alibi_slopes float32 [H] or [B, H]; rng_state int64 [2] = (seed, offset), needed if dropout_p > 0;
-//   key_block_* lists per query block, query_block_* per key block (attention/block_mask.h), all four or none;
-//   window sizes -1 = unbounded, causal = right 0; deterministic concerns the backward.
+//   key_block_* lists per query block, query_block_* per key block (attention/block_mask.h), all four or
+//   none; window sizes -1 = unbounded, causal = right 0; deterministic concerns the backward.
 #define FLASH_OPTIONS                                                                                    \
-    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, "              \
-    "Tensor? alibi_slopes, Tensor? rng_state, Tensor? key_block_counts, Tensor? key_block_indices, "      \
-    "Tensor? query_block_counts, Tensor? query_block_indices, int block_size_q, int block_size_k, "       \
-    "float dropout_p, float softmax_scale, int window_size_left, int window_size_right, float softcap, bool deterministic"
+    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, "             \
+    "Tensor? alibi_slopes, Tensor? rng_state, Tensor? key_block_counts, Tensor? key_block_indices, "     \
+    "Tensor? query_block_counts, Tensor? query_block_indices, int block_size_q, int block_size_k, "      \
+    "float dropout_p, float softmax_scale, int window_size_left, int window_size_right, float softcap, " \
+    "bool deterministic"
 
 STABLE_TORCH_LIBRARY(flash_attn, library) {
-    library.def("attention_forward(Tensor q, Tensor k, Tensor v, " FLASH_OPTIONS ") -> (Tensor out, Tensor lse)");
+    library.def("attention_forward(Tensor q, Tensor k, Tensor v, " FLASH_OPTIONS
+                ") -> (Tensor out, Tensor lse)");
     library.def(
-        "attention_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-        FLASH_OPTIONS ") -> (Tensor dq, Tensor dk, Tensor dv)");
+        "attention_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor "
+        "lse, " FLASH_OPTIONS ") -> (Tensor dq, Tensor dk, Tensor dv)");
     library.def("attention_probabilities(Tensor q, Tensor k, Tensor v, " FLASH_OPTIONS ") -> Tensor");
 }
 
@@ -33,17 +36,21 @@ STABLE_TORCH_LIBRARY_IMPL(flash_attn, CPU, library) {
 
 PYBIND11_MODULE(_C, module) {
     module.doc() = "flash_attn's operators (registered as torch.ops.flash_attn) and what this binary holds.";
-    module.def("engines", [] {
-        pybind11::list reports;
-        for (const flash::EngineReport& report : flash::engines()) {
-            pybind11::dict entry;
-            entry["name"] = report.name;
-            entry["configuration"] = report.configuration;
-            entry["usable"] = report.usable;
-            entry["why_not"] = report.why_not;
-            reports.append(entry);
-        }
-        return reports;
-    }, "Engines and configurations compiled in, best first: name, configuration, usable, why_not.");
+    module.def(
+        "engines",
+        [] {
+            pybind11::list reports;
+            for (const flash::EngineReport& report : flash::engines()) {
+                pybind11::dict entry;
+                entry["name"] = report.name;
+                entry["configuration"] = report.configuration;
+                entry["usable"] = report.usable;
+                entry["chosen"] = report.chosen;
+                entry["why_not"] = report.why_not;
+                reports.append(entry);
+            }
+            return reports;
+        },
+        "Engines and configurations compiled in, best first: name, configuration, usable, chosen, why_not.");
     module.attr("compiler") = __VERSION__;
 }

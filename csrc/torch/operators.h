@@ -1,4 +1,5 @@
-// The operators' C++ side; schemas in library.cpp. Each checks, allocates, fills the problem and runs an engine.
+// The operators' C++ side; schemas in library.cpp. Each checks, allocates, fills the problem and runs an
+// engine.
 #pragma once
 
 #include <tuple>
@@ -8,24 +9,28 @@
 namespace flash {
 
 // The options as parameters, in the order of the schemas: the boxing wrapper wants them one by one.
-#define FLASH_OPTION_PARAMETERS                                                                                 \
-    OptionalTensor cu_seqlens_q, OptionalTensor cu_seqlens_k, int64_t max_seqlen_q, int64_t max_seqlen_k,       \
-        OptionalTensor alibi_slopes, OptionalTensor rng_state, OptionalTensor key_block_counts,                 \
-        OptionalTensor key_block_indices, OptionalTensor query_block_counts, OptionalTensor query_block_indices, \
-        int64_t block_size_q, int64_t block_size_k, double dropout_p, double softmax_scale,                     \
-        int64_t window_size_left, int64_t window_size_right, double softcap, bool deterministic
-#define FLASH_OPTION_ARGUMENTS                                                                              \
-    {cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, alibi_slopes, rng_state, key_block_counts,     \
-     key_block_indices, query_block_counts, query_block_indices, block_size_q, block_size_k, dropout_p,     \
-     softmax_scale, window_size_left, window_size_right, softcap, deterministic}
+#define FLASH_OPTION_PARAMETERS                                                                           \
+    OptionalTensor cu_seqlens_q, OptionalTensor cu_seqlens_k, int64_t max_seqlen_q, int64_t max_seqlen_k, \
+        OptionalTensor alibi_slopes, OptionalTensor rng_state, OptionalTensor key_block_counts,           \
+        OptionalTensor key_block_indices, OptionalTensor query_block_counts,                              \
+        OptionalTensor query_block_indices, int64_t block_size_q, int64_t block_size_k, double dropout_p, \
+        double softmax_scale, int64_t window_size_left, int64_t window_size_right, double softcap,        \
+        bool deterministic
+#define FLASH_OPTION_ARGUMENTS                                                                             \
+    {                                                                                                      \
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, alibi_slopes, rng_state, key_block_counts, \
+            key_block_indices, query_block_counts, query_block_indices, block_size_q, block_size_k,        \
+            dropout_p, softmax_scale, window_size_left, window_size_right, softcap, deterministic          \
+    }
 
 std::tuple<Tensor, Tensor> attention_forward(Tensor q, Tensor k, Tensor v, FLASH_OPTION_PARAMETERS);
 
-std::tuple<Tensor, Tensor, Tensor> attention_backward(Tensor dout, OptionalTensor dlse, Tensor q, Tensor k, Tensor v,
-                                                      Tensor out, Tensor lse, FLASH_OPTION_PARAMETERS);
+std::tuple<Tensor, Tensor, Tensor> attention_backward(Tensor dout, OptionalTensor dlse, Tensor q, Tensor k,
+                                                      Tensor v, Tensor out, Tensor lse,
+                                                      FLASH_OPTION_PARAMETERS);
 
-// exp(score - the row's maximum score) as [B, H, Sq, Sk] with both lengths rounded up to 128 (packed: of the longest
-// sequences); negative where dropout drops it, 0 where nothing is visible.
+// exp(score - the row's maximum score) as [B, H, Sq, Sk] with both lengths rounded up to 128 (packed: of the
+// longest sequences); negative where dropout drops it, 0 where nothing is visible.
 Tensor attention_probabilities(Tensor q, Tensor k, Tensor v, FLASH_OPTION_PARAMETERS);
 
 }  // namespace flash

@@ -1,6 +1,7 @@
-// Brute force over random lengths, windows, tiles and block maps: a tile's runs are ascending and disjoint, contain all
-// that any row of the tile sees (and is listed), plain runs contain nothing that some row doesn't see, and the
-// transpose agrees with the mask. Prints the number of tiles; a failure prints its configuration and returns 1.
+// Brute force over random lengths, windows, tiles and block maps: a tile's runs are ascending and disjoint,
+// contain all that any row of the tile sees (and is listed), plain runs contain nothing that some row doesn't
+// see, and the transpose agrees with the mask. Prints the number of tiles; a failure prints its configuration
+// and returns 1.
 #include <cstdio>
 #include <random>
 #include <vector>
@@ -24,15 +25,17 @@ struct Case {
 
 static bool sees(const ForwardProblem& p, int64_t query, int64_t key) {
     const int64_t distance = key - query - (p.seqlen_k - p.seqlen_q);
-    return (p.window_left < 0 || distance >= -p.window_left) && (p.window_right < 0 || distance <= p.window_right);
+    return (p.window_left < 0 || distance >= -p.window_left) &&
+           (p.window_right < 0 || distance <= p.window_right);
 }
 
-static bool check_tile(const Case& c, const Mask& mask, const BlockLists& lists, Interval tile, int64_t granularity) {
+static bool check_tile(const Case& c, const Mask& mask, const BlockLists& lists, Interval tile,
+                       int64_t granularity) {
     const auto visible = [&](int64_t row) { return c.transposed ? mask.queries_of(row) : mask.keys_of(row); };
     const Interval first = visible(tile.begin), last = visible(tile.end - 1);
-    TileSchedule schedule = lists.counts
-                                ? TileSchedule(first, last, granularity, block_list_of(lists, 0, 0, tile.begin))
-                                : TileSchedule(first, last, granularity);
+    TileSchedule schedule =
+        lists.counts ? TileSchedule(first, last, granularity, block_list_of(lists, 0, 0, tile.begin))
+                     : TileSchedule(first, last, granularity);
     std::vector<char> visited(size_t(c.columns()), 0);
     int64_t position = 0;
     for (Run run; schedule.next(run);) {
@@ -60,7 +63,9 @@ static bool check_tile(const Case& c, const Mask& mask, const BlockLists& lists,
 
 int main() {
     std::mt19937 random(1);
-    const auto draw = [&](int64_t low, int64_t high) { return std::uniform_int_distribution<int64_t>(low, high)(random); };
+    const auto draw = [&](int64_t low, int64_t high) {
+        return std::uniform_int_distribution<int64_t>(low, high)(random);
+    };
     int64_t tiles = 0;
     for (int trial = 0; trial < 6000; ++trial) {
         Case c;
@@ -99,10 +104,12 @@ int main() {
             covered += tile.end - tile.begin;
             ++tiles;
             if (check_tile(c, mask, lists, tile, granularity)) continue;
-            std::fprintf(stderr, "wrong: Sq %ld Sk %ld left %ld right %ld transposed %d rows [%ld, %ld) granularity %ld blocks %ld x %ld\n",
-                         long(p.seqlen_q), long(p.seqlen_k), long(p.window_left), long(p.window_right), c.transposed,
-                         long(tile.begin), long(tile.end), long(granularity), long(lists.row_block),
-                         long(lists.column_block));
+            std::fprintf(stderr,
+                         "wrong: Sq %ld Sk %ld left %ld right %ld transposed %d rows [%ld, %ld) granularity "
+                         "%ld blocks %ld x %ld\n",
+                         long(p.seqlen_q), long(p.seqlen_k), long(p.window_left), long(p.window_right),
+                         c.transposed, long(tile.begin), long(tile.end), long(granularity),
+                         long(lists.row_block), long(lists.column_block));
             return 1;
         }
         if (covered != c.rows()) return 1;
