@@ -72,8 +72,11 @@ class BuildExtension(build_ext):
         output = self.get_ext_fullpath(ext.name)
         Path(output).parent.mkdir(parents=True, exist_ok=True)
         link = ["-shared", "-fvisibility=hidden", "-Wl,--gc-sections", "-Wl,--allow-shlib-undefined", "-s"]
+        # Exports the module's entry point alone: a compiler that links libstdc++ statically would otherwise have
+        # half of it replaced by the copy that torch has loaded, which crashes in the first locale.
+        link += [f"-Wl,--version-script={ROOT / 'csrc/torch/exports.map'}"]
         libraries = [f"-L{torch_root / 'lib'}", "-ltorch_cpu"]
-        self.execute([*compiler, *link, *objects, "-o", output, *libraries])
+        self.execute([*compiler, *objects, "-o", output, *link, *libraries])
 
     @staticmethod
     def units():

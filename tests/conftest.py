@@ -7,11 +7,18 @@ import pytest
 import torch
 import torch.utils.deterministic
 
+import flash_attn
+
 # pytest's importlib mode leaves sys.path alone, so that an installed flash_attn is what gets tested; the
 # helpers beside this file have to be found all the same.
 sys.path.insert(0, str(Path(__file__).parent))
 
-DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
+
+def has_gpu_engine():
+    return any(engine["usable"] and engine["name"] != "cpu" for engine in flash_attn.build_info()["engines"])
+
+
+DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() and has_gpu_engine() else [])
 
 
 @pytest.fixture(params=DEVICES)

@@ -4,7 +4,7 @@
 
 #include <torch/csrc/stable/tensor.h>
 
-#include <sstream>
+#include <charconv>
 #include <stdexcept>
 #include <string>
 
@@ -13,13 +13,22 @@ namespace flash {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
+inline std::string text(const char* part) {
+    return part;
+}
+inline std::string text(const std::string& part) {
+    return part;
+}
+// No streams here: they need the C++ runtime's locales, of which a process may hold two.
+template <class Number>
+std::string text(Number part) {
+    char digits[32];
+    return std::string(digits, std::to_chars(digits, digits + sizeof digits, part).ptr);
+}
+
 template <class... Parts>
 void check(bool holds, const Parts&... parts) {
-    if (holds) return;
-    std::ostringstream sentence;
-    sentence << "flash_attn: ";
-    (sentence << ... << parts);
-    throw std::runtime_error(sentence.str());
+    if (!holds) throw std::runtime_error(("flash_attn: " + ... + text(parts)));
 }
 
 inline std::string name_of(ScalarType dtype) {
