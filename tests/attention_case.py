@@ -55,7 +55,7 @@ class Case:
 
     @property
     def packed(self):
-        return bool(self.cu_seqlens_q)
+        return len(self.cu_seqlens_q) > 0
 
     @property
     def num_sequences(self):
