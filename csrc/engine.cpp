@@ -26,34 +26,30 @@ FLASH_DECLARE_CPU_VARIANT(baseline)
 
 namespace {
 
-bool supports_avx2() {
 #if defined(__x86_64__)
+
+bool supports_avx2() {
     return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-#else
-    return false;
-#endif
 }
 
 bool supports_avx512() {
-#if defined(__x86_64__)
     return supports_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-#else
-    return false;
-#endif
 }
 
 bool supports_avx512_bf16() {
-#if defined(__x86_64__)
     return supports_avx512() && __builtin_cpu_supports("avx512bf16");
-#else
-    return false;
-#endif
+}
+
+// Without the matrix unit Intel's chips multiply pairs of bfloat16 at a third of their float rate, AMD's at
+// twice it (benchmarks/NOTES.md).
+bool multiplies_pairs_fast() {
+    return supports_avx512_bf16() && __builtin_cpu_is("amd");
 }
 
 // The matrix unit's registers must be asked for, once a process (Documentation/arch/x86/xstate.rst in Linux).
 bool supports_amx() {
-#if defined(__x86_64__) && defined(__linux__)
+#if defined(__linux__)
     constexpr int kRequestPermission = 0x1023, kTileData = 18;
     unsigned a, b, c, d;
     if (!supports_avx512_bf16() || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
@@ -64,15 +60,7 @@ bool supports_amx() {
 #endif
 }
 
-// Without the matrix unit Intel's chips multiply pairs of bfloat16 at a third of their float rate, AMD's at
-// twice it (benchmarks/NOTES.md).
-bool multiplies_pairs_fast() {
-#if defined(__x86_64__)
-    return supports_avx512_bf16() && __builtin_cpu_is("amd");
-#else
-    return false;
 #endif
-}
 
 enum class Use { best, slower, never };
 
@@ -111,10 +99,11 @@ const Variant& variant() {
             if (wanted ? std::string(wanted) == candidate.variant.isa && candidate.use != Use::never
                        : candidate.use == Use::best)
                 return &candidate.variant;
-        throw std::runtime_error(
-            std::string("FLASH_ATTN_CPU_ISA is ") + wanted +
-            ", which this build doesn't have or this machine can't run; python -m flash_attn "
-            "lists the usable ones");
+        std::string usable;
+        for (const Candidate& candidate : candidates())
+            if (candidate.use != Use::never) usable += std::string(" ") + candidate.variant.isa;
+        throw std::runtime_error(std::string("flash_attn: FLASH_ATTN_CPU_ISA is ") + wanted +
+                                 "; usable on this machine:" + usable);
     }();
     return *chosen;
 }

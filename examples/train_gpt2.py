@@ -109,10 +109,9 @@ class GPT2(nn.Module):
         x = F.dropout(x, self.dropout, self.training)
         for block in self.blocks:
             x = block(x)
-        if targets is None:
-            return F.linear(self.norm(x[:, -1]), self.tokens.weight)
-        logits = F.linear(self.norm(x), self.tokens.weight)
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        x = self.norm(x[:, -1] if targets is None else x)
+        logits = F.linear(x, self.tokens.weight)
+        return logits if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 def read_texts(data):
@@ -190,8 +189,8 @@ def load_tokens(args):
     if args.vocab == "bytes":
         vocabulary = ByteVocabulary()
     else:
-        name = f"bpe-{args.vocab_size}-{args.text}.json"
-        vocabulary = BpeVocabulary(train, args.vocab_size, args.out / name)
+        path = args.out / f"bpe-{args.vocab_size}-{args.text}.json"
+        vocabulary = BpeVocabulary(train, args.vocab_size, path)
     train, held_out = vocabulary.encode(train), vocabulary.encode(held_out)
     if min(len(train), len(held_out)) <= args.context:
         raise SystemExit(f"--data {args.data}: {len(held_out)} held-out tokens (a tenth of all) are too few "
@@ -384,20 +383,18 @@ def write_losses(path, history):
         writer.writerows(history)
 
 
-def read_losses(folder, column):
-    """-> steps, losses"""
+def read_losses(folder, column):  # -> steps, losses
     with open(folder / "losses.csv", newline="") as file:
         return zip(*((int(row["step"]), float(row[column])) for row in csv.DictReader(file) if row[column]))
 
 
 def plot_losses(folders, path):
     """Training losses raw (faint) and smoothed, held-out losses as points. -> whether matplotlib is there"""
-    matplotlib = optional_module("matplotlib")
-    if matplotlib is None:
+    matplotlib_figure = optional_module("matplotlib.figure")  # without pyplot: needs no display
+    if matplotlib_figure is None:
         return False
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
+    figure = matplotlib_figure.Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
     for number, folder in enumerate(folders):
         steps, losses = read_losses(folder, "train_loss")
         half = len(losses) // 100
@@ -411,7 +408,6 @@ def plot_losses(folders, path):
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=150)
-    pyplot.close(figure)
     return True
 
 
@@ -490,8 +486,8 @@ def main(argv=None):
     print(f"\n{prompt} [...] {continuation}\n\n"
           f"held-out loss {summary['held_out_loss_at_start']:.3f} -> {summary['held_out_loss']:.3f}, "
           f"{summary['tokens_per_second']:,.0f} tokens/s, {trainer.seconds:.0f} s")
-    for file in ("losses.png" if plotted else "losses.csv", "checkpoint.pt", "summary.json"):
-        print(args.out / file)
+    files = ("losses.png" if plotted else "losses.csv", "checkpoint.pt", "summary.json")
+    print(*(args.out / file for file in files), sep="\n")
     if not plotted or optional_module("tqdm") is None:
         print('pip install "flash-attn[examples]" gives the progress bar and the curve as a PNG')
     return 0

@@ -5,6 +5,7 @@ import os
 import runpy
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -55,3 +56,16 @@ def test_no_code_is_shared_between_instruction_sets(isa, source, tmp_path):
     weak = [line for line in listing.splitlines() if any(f" {kind} " in line for kind in "VWu")]
     strangers = [line for line in weak if f"flash::cpu::{isa}::" not in line and "DW.ref." not in line]
     assert listing and not strangers, "\n".join(strangers)
+
+
+@pytest.mark.parametrize("isa", VARIANTS)
+def test_every_instruction_set_keeps_the_contracts(isa, tmp_path):
+    """The other tests run the variant that this machine prefers; these files run all that it can."""
+    engine = next(engine for engine in build_info()["engines"] if engine["configuration"] == isa)
+    if engine["chosen"] or not engine["usable"]:
+        pytest.skip(f"{isa} is what the other tests run, or what this machine can't")
+    files = [ROOT / "tests" / name for name in ("test_masks.py", "test_properties.py")]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *map(str, files)]
+    environment = {**os.environ, "FLASH_ATTN_CPU_ISA": isa}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
+    assert done.returncode == 0, done.stdout[-3000:]

@@ -124,7 +124,7 @@ def test_compare_plots_every_run(gpt2, run, tmp_path, monkeypatch):
 
 
 def test_without_tqdm_and_matplotlib(run, monkeypatch, capsys, tmp_path):
-    for name in ("tqdm", "matplotlib"):
+    for name in ("tqdm", "matplotlib.figure"):
         monkeypatch.setitem(sys.modules, name, None)
     status, rows = run("plain", "--steps 4 --eval-every 2")
     printed = capsys.readouterr().out

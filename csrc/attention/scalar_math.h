@@ -14,8 +14,8 @@ struct ScalarMath {
     using Value = R;
     using Condition = bool;
 
-    static constexpr double unit =
-        1;  // what a natural logarithm is in units of the exponential's: exp2 has log2(e)
+    // One natural unit of a score in the unit of the exponential: 1 for exp, log2(e) for exp2.
+    static constexpr double unit = 1;
 
     FLASH_HOST_DEVICE static Value broadcast(Real x) { return x; }
     FLASH_HOST_DEVICE static Value select(Condition condition, Value yes, Value no) {
