@@ -17,7 +17,13 @@ Dense tensors are [batch, seqlen, heads, head_dim]; with cu_seqlens they are pac
 
 import torch
 
-from . import _C  # noqa: F401  (its initialisation registers the operators)
+try:
+    from . import _C  # noqa: F401  (its initialisation registers the operators)
+except ImportError as error:
+    raise ImportError(
+        f"flash_attn's compiled module does not load ({error}). In a source checkout install it first "
+        "(pip install .) and start Python in another folder, where the checkout does not hide it."
+    ) from error
 
 forward = torch.ops.flash_attn.attention_forward
 backward = torch.ops.flash_attn.attention_backward

@@ -1,8 +1,10 @@
 """What a user of flash_attn 2.8 imports, calls and reads."""
 
 import inspect
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import flash_attn
 
@@ -56,8 +58,15 @@ def test_build_info():
     assert all(isinstance(key, str) for key in info)
 
 
-def test_self_test_from_the_command_line():
-    done = subprocess.run([sys.executable, "-m", "flash_attn"], capture_output=True, text=True, timeout=120)
+def elsewhere(tmp_path):
+    """Not in the checkout, whose flash_attn folder would hide the installed one from a new interpreter."""
+    installed = Path(flash_attn.__file__).parent.parent
+    return {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": str(installed)}, "text": True, "timeout": 120}
+
+
+def test_self_test_from_the_command_line(tmp_path):
+    command = [sys.executable, "-m", "flash_attn"]
+    done = subprocess.run(command, capture_output=True, **elsewhere(tmp_path))
     assert done.returncode == 0, done.stderr
     import torch
 
@@ -65,11 +74,11 @@ def test_self_test_from_the_command_line():
         assert word in done.stdout, f"{word!r} not in:\n{done.stdout}"
 
 
-def test_import_is_light():
+def test_import_is_light(tmp_path):
     """No compiler, no torch.compile machinery, no optional dependency at import."""
     program = "import torch, sys; old = set(sys.modules); import flash_attn; print(*set(sys.modules) - old)"
     command = [sys.executable, "-c", program]
-    loaded = subprocess.check_output(command, text=True, timeout=120).split()
+    loaded = subprocess.check_output(command, **elsewhere(tmp_path)).split()
     assert "flash_attn" in loaded
     for name in ("torch._inductor", "torch.utils.cpp_extension", "triton", "einops", "transformers", "ninja"):
         assert name not in loaded
