@@ -61,7 +61,8 @@ def test_build_info():
 def elsewhere(tmp_path):
     """Not in the checkout, whose flash_attn folder would hide the installed one from a new interpreter."""
     installed = Path(flash_attn.__file__).parent.parent
-    return {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": str(installed)}, "text": True, "timeout": 120}
+    environment = {**os.environ, "PYTHONPATH": str(installed)}
+    return {"cwd": tmp_path, "env": environment, "text": True, "timeout": 120}
 
 
 def test_self_test_from_the_command_line(tmp_path):
