@@ -13,31 +13,31 @@ namespace flash {
 // The blocks that one block row visits, ascending.
 struct BlockList {
     const int32_t* indices;
-    int64_t count;
-    int64_t block;  // positions per block
+    Position count;
+    Position block;  // positions per block
 };
 
 FLASH_HOST_DEVICE BlockList block_list_of(const BlockLists& lists, int64_t batch, int64_t head, int64_t row) {
     const int64_t block_row = batch * lists.batch_stride + head * lists.head_stride + row / lists.row_block;
-    return {lists.indices + block_row * lists.capacity, lists.counts[block_row], lists.column_block};
+    return {lists.indices + block_row * lists.capacity, lists.counts[block_row], Position(lists.column_block)};
 }
 
 // Cuts the rows of one axis into tiles of at most `tile` rows, none of which crosses a block boundary.
 struct RowTiles {
-    int64_t rows, block, tiles_per_block, tile;
+    Position rows, block, tiles_per_block, tile;
 
-    FLASH_HOST_DEVICE RowTiles(int64_t rows, const BlockLists& lists, int64_t tile)
-        : rows(rows),
-          block(lists.counts ? lists.row_block : tile),
+    FLASH_HOST_DEVICE RowTiles(int64_t rows, const BlockLists& lists, Position tile)
+        : rows(Position(rows)),
+          block(lists.counts ? Position(lists.row_block) : tile),
           tiles_per_block((block + tile - 1) / tile),
           tile(tile) {}
 
-    FLASH_HOST_DEVICE int64_t count() const { return (rows + block - 1) / block * tiles_per_block; }
+    FLASH_HOST_DEVICE Position count() const { return (rows + block - 1) / block * tiles_per_block; }
 
     // May be empty where the block's rows end before its last tile.
-    FLASH_HOST_DEVICE Interval operator[](int64_t index) const {
-        const int64_t first_of_block = index / tiles_per_block * block;
-        const int64_t first = first_of_block + index % tiles_per_block * tile;
+    FLASH_HOST_DEVICE Interval operator[](Position index) const {
+        const Position first_of_block = index / tiles_per_block * block;
+        const Position first = first_of_block + index % tiles_per_block * tile;
         return intersection({first, first + tile},
                             {first_of_block, first_of_block + block < rows ? first_of_block + block : rows});
     }

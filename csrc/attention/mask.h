@@ -13,9 +13,13 @@
 namespace flash {
 
 struct Interval {
-    int64_t begin, end;  // [begin, end); empty if begin >= end
+    Position begin, end;  // [begin, end); empty if begin >= end
 
-    FLASH_HOST_DEVICE bool contains(int64_t position) const { return begin <= position && position < end; }
+    FLASH_HOST_DEVICE constexpr Interval() : begin(0), end(0) {}
+    FLASH_HOST_DEVICE constexpr Interval(int64_t begin, int64_t end)
+        : begin(Position(begin)), end(Position(end)) {}
+
+    FLASH_HOST_DEVICE bool contains(Position position) const { return begin <= position && position < end; }
     FLASH_HOST_DEVICE bool empty() const { return begin >= end; }
 };
 
@@ -24,31 +28,31 @@ FLASH_HOST_DEVICE Interval intersection(Interval a, Interval b) {
 }
 
 struct Mask {
-    int64_t seqlen_q, seqlen_k;
-    int64_t left, right;  // -1: unbounded
+    Position seqlen_q, seqlen_k;
+    Position left, right;  // -1: unbounded
 
     FLASH_HOST_DEVICE Mask(const ForwardProblem& problem, const Sequence& sequence)
         : seqlen_q(sequence.seqlen_q),
           seqlen_k(sequence.seqlen_k),
-          left(problem.window_left),
-          right(problem.window_right) {}
+          left(Position(problem.window_left)),
+          right(Position(problem.window_right)) {}
 
-    FLASH_HOST_DEVICE int64_t diagonal() const { return seqlen_k - seqlen_q; }
+    FLASH_HOST_DEVICE Position diagonal() const { return seqlen_k - seqlen_q; }
 
-    FLASH_HOST_DEVICE Interval keys_of(int64_t query) const {
-        const int64_t center = query + diagonal();
+    FLASH_HOST_DEVICE Interval keys_of(Position query) const {
+        const Position center = query + diagonal();
         return {left < 0 ? 0 : clamp(center - left, seqlen_k),
                 right < 0 ? seqlen_k : clamp(center + right + 1, seqlen_k)};
     }
 
-    FLASH_HOST_DEVICE Interval queries_of(int64_t key) const {
-        const int64_t center = key - diagonal();
+    FLASH_HOST_DEVICE Interval queries_of(Position key) const {
+        const Position center = key - diagonal();
         return {right < 0 ? 0 : clamp(center - right, seqlen_q),
                 left < 0 ? seqlen_q : clamp(center + left + 1, seqlen_q)};
     }
 
   private:
-    FLASH_HOST_DEVICE static int64_t clamp(int64_t position, int64_t length) {
+    FLASH_HOST_DEVICE static Position clamp(Position position, Position length) {
         return position < 0 ? 0 : position < length ? position : length;
     }
 };

@@ -6,22 +6,26 @@
 
 namespace flash {
 
+// A query or key within its sequence. Lengths stay below 2^30, so sums of two positions fit; rows in memory,
+// and all addresses, count in 64 bits.
+using Position = int32_t;
+
 struct Sequence {
     int64_t first_query_row;  // row of query 0 in q, out, dq, ... after the batch stride
     int64_t first_key_row;    // row of key 0 in k, v, dk, dv after the batch stride
-    int64_t seqlen_q;
-    int64_t seqlen_k;
+    Position seqlen_q;
+    Position seqlen_k;
 };
 
 FLASH_HOST_DEVICE Sequence sequence_of(const ForwardProblem& problem, int64_t batch) {
-    Sequence sequence{0, 0, problem.seqlen_q, problem.seqlen_k};
+    Sequence sequence{0, 0, Position(problem.seqlen_q), Position(problem.seqlen_k)};
     if (problem.cu_seqlens_q) {
         sequence.first_query_row = problem.cu_seqlens_q[batch];
-        sequence.seqlen_q = problem.cu_seqlens_q[batch + 1] - sequence.first_query_row;
+        sequence.seqlen_q = problem.cu_seqlens_q[batch + 1] - problem.cu_seqlens_q[batch];
     }
     if (problem.cu_seqlens_k) {
         sequence.first_key_row = problem.cu_seqlens_k[batch];
-        sequence.seqlen_k = problem.cu_seqlens_k[batch + 1] - sequence.first_key_row;
+        sequence.seqlen_k = problem.cu_seqlens_k[batch + 1] - problem.cu_seqlens_k[batch];
     }
     return sequence;
 }

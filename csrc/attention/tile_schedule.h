@@ -19,7 +19,7 @@
 namespace flash {
 
 struct Run {
-    int64_t begin, end;  // positions; begin is a multiple of the granularity, or the begin of a listed block
+    Position begin, end;  // positions; begin is a multiple of the granularity, or the begin of a listed block
     bool masked;         // some row of the tile does not see some position of the run
 };
 
@@ -28,7 +28,7 @@ class TileSchedule {
     // first_row, last_row: what the tile's first and last row see. Runs begin and plain runs end at multiples
     // of granularity (the engine's tile, where it may not start tiles elsewhere), so a plain run is whole
     // tiles.
-    FLASH_HOST_DEVICE TileSchedule(Interval first_row, Interval last_row, int64_t granularity)
+    FLASH_HOST_DEVICE TileSchedule(Interval first_row, Interval last_row, Position granularity)
         : visited_{first_row.begin / granularity * granularity, last_row.end},
           plain_{(last_row.begin + granularity - 1) / granularity * granularity,
                  first_row.end / granularity * granularity},
@@ -37,7 +37,7 @@ class TileSchedule {
           blocks_{nullptr, 0, 0} {}
 
     // With a block list the granularity must divide the block.
-    FLASH_HOST_DEVICE TileSchedule(Interval first_row, Interval last_row, int64_t granularity,
+    FLASH_HOST_DEVICE TileSchedule(Interval first_row, Interval last_row, Position granularity,
                                    const BlockList& blocks)
         : TileSchedule(first_row, last_row, granularity) {
         blocks_ = blocks;
@@ -63,8 +63,8 @@ class TileSchedule {
     // Neighbouring blocks make one span, so that the engine's tiles need not end at each of them.
     FLASH_HOST_DEVICE bool next_span() {
         if (blocks_.count == 0) return false;
-        const int64_t first = blocks_.indices[0];
-        int64_t last = first;
+        const Position first = blocks_.indices[0];
+        Position last = first;
         do {
             ++blocks_.indices;
             --blocks_.count;
@@ -76,7 +76,7 @@ class TileSchedule {
     }
 
     Interval visited_, plain_;
-    int64_t position_, span_end_;
+    Position position_, span_end_;
     BlockList blocks_;
 };
 

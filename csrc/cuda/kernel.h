@@ -1,0 +1,51 @@
+// What the host knows of a compiled kernel. Each row of kernel_table.py and element type becomes one object of
+// these types, defined in a file of its own; the generated registry lists them in the table's order.
+#pragma once
+
+#include <cstdint>
+
+#include "../problem.h"
+
+namespace flash::cuda {
+
+struct Device {
+    int index;
+    int capability;  // 80, 86, 89, 90, 100, 120
+    int multiprocessors;
+    int64_t shared_bytes_per_block;  // the opt-in limit
+};
+
+struct Launch {
+    Device device;
+    void* stream;     // cudaStream_t of that device
+    void* workspace;  // as many bytes as workspace_bytes() said, 256-byte aligned
+};
+
+struct ForwardKernel {
+    const char* engine;  // "sm80"
+    const char* name;    // "forward_bfloat16_d128_q128_k64"
+    DType dtype;
+    int head_dim;  // at most, of queries and of values
+    int query_tile, key_tile;
+    int64_t shared_bytes;  // of one block
+    // splits > 1: that many blocks share the keys of a query tile, and combine adds them up.
+    int64_t (*workspace_bytes)(const ForwardProblem& problem, int splits);
+    void (*launch)(const ForwardProblem& problem, int splits, const Launch& launch);
+};
+
+struct BackwardKernel {
+    const char* engine;
+    const char* name;
+    DType dtype;
+    int head_dim;
+    int query_tile, key_tile;
+    int64_t shared_bytes;
+    int64_t (*workspace_bytes)(const BackwardProblem& problem);
+    void (*launch)(const BackwardProblem& problem, const Launch& launch);
+};
+
+// The generated registry (setup.py): null-terminated, in the table's order, best first.
+extern const ForwardKernel* const forward_kernels[];
+extern const BackwardKernel* const backward_kernels[];
+
+}  // namespace flash::cuda
