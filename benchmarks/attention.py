@@ -1,13 +1,19 @@
 """Time and error of attention, forward and backward, against the machine's other implementations.
 
-    python benchmarks/attention.py                          # the whole table, a few minutes
+    python benchmarks/attention.py                          # the whole table on the CPU, a few minutes
     python benchmarks/attention.py --dtypes bfloat16 --seqlens 2048 --passes forward --window 256
     python benchmarks/attention.py --json benchmarks/results/cpu/attention.json
+    python benchmarks/attention.py --device cuda --grid targets --deterministic --json results.json
 
 What is compared: one process, the same threads, the same values. Each implementation gets them contiguous
-in its own layout. The implementations take turns within each round, in rotating order, so that a change
-of clock or load meets all of them; the table shows the chosen statistic over rounds, the JSON every sample.
-Forward runs under no_grad. Backward is torch.autograd.grad of a retained graph: dq, dk and dv, nothing else.
+in its own layout (implementations.py says which). The implementations take turns within each round, in
+rotating order, so that a change of clock or load meets all of them; the table shows the chosen statistic
+over rounds, the JSON every sample. Forward runs under no_grad. Backward is torch.autograd.grad of a retained
+graph: dq, dk and dv, nothing else.
+
+On a GPU the time is the device's own (machine.py), inputs that its L2 cache could hold are taken in turn from
+several sets, and --idle-ms (100) before each sample says which clock is met: a burst's, or with 0 that of a
+card at work for minutes, lower by a few per cent. Compare within one run.
 
 FLOPs count two GEMMs for the forward and five for the backward, 4 * B * H * S * S * D and 2.5 times that,
 halved for causal masks (the convention of the FlashAttention papers) and exact for windows; what an
@@ -17,143 +23,78 @@ included: of out for the forward, of dq, dk and dv for the backward.
 """
 
 import argparse
-import datetime
 import itertools
 import json
 import math
-import os
-import platform
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 
-import flash_attn
+from cell import Cell
+from implementations import DETERMINISTIC, IMPLEMENTATIONS, OURS, in_layout
+from machine import GEMM_SIZE, gemm_gflops, gpu_state, machine, seconds_per_call
 
-OURS = "flash_attn"
+BEST = "best"  # of the peers: a column of the table
+PEERS = {"cpu": ["sdpa"], "cuda": ["fa2", "cudnn", "fa3"]}
 STATISTICS = {"median": statistics.median, "min": min}
-# A sample repeats its call until it takes this long, so that the clock and the first touch do not count.
-SAMPLE_SECONDS = 0.05
-# Forward FLOPs of a cell that is not causal: heads are left out until long sequences fit in about a second.
-CELL_FLOPS = 140e9
-
-
-@dataclass(frozen=True)
-class Cell:
-    direction: str  # "forward" or "backward"
-    dtype: str
-    seqlen: int
-    head_dim: int
-    mask: str  # "full", "causal" or "window"
-    left: int  # keys before its own that a query sees, for "window"
-    batch: int
-    heads: int
-
-    @property
-    def scores(self):
-        """Visible (query, key) pairs of one head."""
-        if self.mask == "window":
-            return sum(min(i, self.left) + 1 for i in range(self.seqlen))
-        return self.seqlen**2 / (2 if self.mask == "causal" else 1)
-
-    @property
-    def flops(self):
-        forward = 4 * self.batch * self.heads * self.scores * self.head_dim
-        return forward * (2.5 if self.direction == "backward" else 1)
-
-    @property
-    def label(self):
-        mask = f"window {self.left}" if self.mask == "window" else self.mask
-        return (f"{self.direction:8} {self.dtype:8} S={self.seqlen:<5} D={self.head_dim:<3} {mask:10} "
-                f"B={self.batch:<2} H={self.heads:<2}")
-
-    def visible(self, queries, device):
-        """Positions [n] -> bool [n, seqlen]: which keys each query sees."""
-        distance = queries.to(device)[:, None] - torch.arange(self.seqlen, device=device)
-        if self.mask == "full":
-            return torch.ones_like(distance, dtype=torch.bool)
-        nearest = distance >= 0
-        return nearest & (distance <= self.left) if self.mask == "window" else nearest
-
-
-@dataclass(frozen=True)
-class Implementation:
-    """Everything to compare registers here: `build` returns attend(q, k, v) -> out for a cell and device."""
-
-    layout: str  # "bshd" or "bhsd": the axes of q, k, v and out
-    build: Callable
-    devices: tuple
-
-
-def _flash_attn(cell, device):
-    window_size = (cell.left, 0) if cell.mask == "window" else (-1, -1)
-    causal = cell.mask != "full"
-    return lambda q, k, v: flash_attn.flash_attn_func(q, k, v, causal=causal, window_size=window_size)
-
-
-def _sdpa(cell, device):
-    mask = cell.visible(torch.arange(cell.seqlen), device) if cell.mask == "window" else None
-    causal = cell.mask == "causal"
-    return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
-
-
-IMPLEMENTATIONS = {
-    OURS: Implementation("bshd", _flash_attn, ("cpu", "cuda")),
-    "sdpa": Implementation("bhsd", _sdpa, ("cpu", "cuda")),
+GRIDS = {
+    "small": dict(dtypes=["float32", "bfloat16"], seqlens=[512, 2048, 8192], head_dims=[64, 128],
+                  tokens=4096, hidden=1024),
+    "targets": dict(dtypes=["bfloat16"], seqlens=[512, 1024, 4096, 16384], head_dims=[64, 128, 256],
+                   tokens=16384, hidden=2048),
 }
+DEFAULTS = {"cpu": dict(grid="small", idle_ms=0), "cuda": dict(grid="targets", idle_ms=100)}
+# A sample repeats its call until it takes this long, so that the clock and the first touch do not count; on a
+# GPU no more often than its queue takes.
+SAMPLE_SECONDS = {"cpu": 0.05, "cuda": 0.01}
+MOST_REPEATS = {"cpu": math.inf, "cuda": 64}
+# Forward FLOPs of a cell that is not causal: heads are left out until long sequences fit in about a second.
+CELL_FLOPS = {"cpu": 140e9, "cuda": math.inf}
+RATE = {"cpu": ("GFLOP/s", 1), "cuda": ("TFLOP/s", 1e-3)}
 
 
-def in_layout(tensor, layout):
-    """[B, S, H, D], or [B, H, S, D] where the layout says so (its own inverse), contiguous."""
-    return tensor.transpose(1, 2).contiguous() if layout == "bhsd" else tensor.contiguous()
-
-
-def wait_for(device):
-    if device == "cuda":
-        torch.cuda.synchronize()
-
-
-def seconds_per_call(call, repeats, device):
-    wait_for(device)
-    begin = time.perf_counter()
-    for _ in range(repeats):
-        call()
-    wait_for(device)
-    return (time.perf_counter() - begin) / repeats
-
-
-def inputs_of(cell, device):
+def inputs_of(cell, device, number=0):
     """q, k, v, dout [B, S, H, D]: the same values for every implementation and pass of a shape."""
-    generator = torch.Generator().manual_seed(cell.seqlen * 1000 + cell.head_dim)
+    generator = torch.Generator(device).manual_seed(cell.seqlen * 1000 + cell.head_dim + number * 10**9)
     shape = (cell.batch, cell.seqlen, cell.heads, cell.head_dim)
     dtype = getattr(torch, cell.dtype)
-    return [torch.randn(shape, generator=generator).to(device, dtype) for _ in range(4)]
+    return [torch.randn(shape, generator=generator, device=device).to(dtype) for _ in range(4)]
+
+
+def input_sets(cell, device):
+    """As many inputs_of as fill a GPU's L2 cache twice over, at most 8; a CPU's calls are long enough."""
+    cache = torch.cuda.get_device_properties().L2_cache_size if device == "cuda" else 0
+    count = 1 + min(7, 2 * cache // (4 * cell.tensor_bytes))
+    return [inputs_of(cell, device, number) for number in range(count)]
 
 
 def prepared_call(cell, implementation, inputs, device):
-    """The call to time, and what it last returned, each tensor [B, S, H, D] by name."""
+    """The call to time: it returns out, or dq, dk and dv."""
     q, k, v, dout = (in_layout(x, implementation.layout) for x in inputs)
     attend = implementation.build(cell, device)
     if cell.direction == "forward":
-        names = ["out"]
 
         def call():
             with torch.no_grad():
                 return (attend(q, k, v),)
     else:
-        names = ["dq", "dk", "dv"]
-        for x in (q, k, v):
-            x.requires_grad_()
+        # On a GPU inputs are shared by the implementations: a leaf of its own for each.
+        q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
         out = attend(q, k, v)
 
         def call():
             return torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
 
-    return call, lambda: {n: in_layout(x, implementation.layout) for n, x in zip(names, call())}
+    return call
+
+
+def result_of(cell, implementation, call):
+    """What the call returns, each tensor [B, S, H, D] by name."""
+    names = ["out"] if cell.direction == "forward" else ["dq", "dk", "dv"]
+    return {name: in_layout(x, implementation.layout) for name, x in zip(names, call())}
 
 
 def probabilities(q, k, queries, cell):
@@ -201,33 +142,39 @@ def errors(cell, inputs, results, count=64):
     }
 
 
-def measure(cell, rounds, statistic, device):
+def measure(cell, names, options):
     """{implementation: {"seconds": every sample, "ms", "gflops", "errors"} or {"refused": why}}"""
-    inputs = inputs_of(cell, device)
+    device, sets = options.device, input_sets(cell, options.device)
     measured, calls, results = {}, {}, {}
-    for name, implementation in IMPLEMENTATIONS.items():
-        if device not in implementation.devices:
+    for name in names:
+        implementation = IMPLEMENTATIONS[name]
+        if cell.direction not in implementation.directions:
             continue
         try:
-            calls[name], result = prepared_call(cell, implementation, inputs, device)
-            results[name] = result()
+            prepared = [prepared_call(cell, implementation, inputs, device) for inputs in sets]
+            results[name] = result_of(cell, implementation, prepared[0])
+            calls[name] = prepared
         except (NotImplementedError, RuntimeError, TypeError, ValueError) as refusal:
-            calls.pop(name, None)
             measured[name] = {"refused": f"{type(refusal).__name__}: {refusal}"}
     repeats = {}
     for name, call in calls.items():
-        repeats[name] = max(1, math.ceil(SAMPLE_SECONDS / seconds_per_call(call, 1, device)))
-    samples = {name: [] for name in calls}
-    for turn in range(rounds):
+        once, _ = seconds_per_call(call, len(call), device)
+        repeats[name] = min(MOST_REPEATS[device], max(len(call), math.ceil(SAMPLE_SECONDS[device] / once)))
+    samples, waited_for_host = {name: [] for name in calls}, set()
+    for turn in range(options.rounds):
         names = list(calls)
         first = turn % len(names) if names else 0
         for name in names[first:] + names[:first]:
-            samples[name].append(seconds_per_call(calls[name], repeats[name], device))
-    worst = errors(cell, inputs, results) if results else {}
+            time.sleep(options.idle_ms / 1e3)
+            seconds, host_was_ahead = seconds_per_call(calls[name], repeats[name], device)
+            samples[name].append(seconds)
+            if not host_was_ahead:
+                waited_for_host.add(name)
+    worst = errors(cell, sets[0], results) if results else {}
     for name, taken in samples.items():
-        seconds = statistic(taken)
+        seconds = STATISTICS[options.statistic](taken)
         measured[name] = {"seconds": taken, "ms": seconds * 1e3, "gflops": cell.flops / seconds / 1e9,
-                          "errors": worst[name]}
+                          "errors": worst[name], "waited_for_host": name in waited_for_host}
     return measured
 
 
@@ -239,142 +186,173 @@ def cells(options):
         options.dtypes, options.passes, options.seqlens, options.head_dims, masks
     ):
         batch = max(1, options.tokens // seqlen)
-        affordable = int(CELL_FLOPS / (4 * batch * seqlen**2 * head_dim))
-        heads = max(1, min(options.hidden // head_dim, affordable))
+        flops = 4 * batch * seqlen**2 * head_dim
+        heads = max(1, int(min(options.hidden // head_dim, CELL_FLOPS[options.device] / flops)))
         yield Cell(direction, dtype, seqlen, head_dim, mask, left, batch, heads)
 
 
-def gemm_gflops(dtype, device, size=2048):
-    """Best rate of torch.mm on [size, size]: what attention's GEMMs can hope for."""
-    a, b = (torch.randn(size, size).to(device, getattr(torch, dtype)) for _ in range(2))
-    return 2 * size**3 / min(seconds_per_call(lambda: torch.mm(a, b), 1, device) for _ in range(8)) / 1e9
+def looked_up(measured, name):
+    """An implementation's result or the best peer's; empty if it refused or was not measured."""
+    if name != BEST:
+        return measured[name] if "ms" in measured.get(name, {}) else {}
+    peers = [r for peer, r in measured.items() if peer not in (OURS, DETERMINISTIC) and "ms" in r]
+    return min(peers, key=lambda result: result["ms"], default={})
 
 
-def processor(device):
-    if device == "cuda":
-        return torch.cuda.get_device_name()
-    for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []:
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.processor()
+def compared(names):
+    """The table's columns of what ours is compared with."""
+    others = [n for n in names if n != OURS]
+    return others + [BEST] * (len([n for n in others if n != DETERMINISTIC]) > 1)
 
 
-def machine(device):
-    """What a number depends on besides the code."""
-    build_info = getattr(flash_attn, "build_info", None)
-    return {
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "processor": processor(device),
-        "threads": torch.get_num_threads(),
-        # Neighbours' load slows the implementations unequally: a table from a busy machine is not evidence.
-        "load_average": os.getloadavg()[0],
-        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "torch_config": torch.__config__.show(),
-        "flash_attn": getattr(flash_attn, "__version__", "unknown"),
-        "build_info": build_info() if build_info else None,
-    }
-
-
-def geometric_means(rows):
-    """[(which cells, peer, count, geometric mean of peer's time / ours)]"""
+def geometric_means(rows, names):
+    """[{which cells, peer, count, geometric mean and least of peer's time / ours}]"""
     groups = {}
-    for cell, measured in rows:
-        for name, result in measured.items():
-            if name != OURS and "ms" in result and "ms" in measured.get(OURS, {}):
-                ratio = result["ms"] / measured[OURS]["ms"]
-                window = " window" if cell.mask == "window" else ""
-                for group in (f"{cell.direction} {cell.dtype}{window}", f"all{window}"):
-                    groups.setdefault((group, name), []).append(ratio)
-    return [(group, name, len(ratios), statistics.geometric_mean(ratios))
-            for (group, name), ratios in sorted(groups.items())]
+    for (cell, measured), name in itertools.product(rows, compared(names)):
+        peer, ours = looked_up(measured, name), looked_up(measured, OURS)
+        if peer and ours:
+            window = " window" if cell.mask == "window" else ""
+            for group in (f"{cell.direction} {cell.dtype}{window}", f"all{window}"):
+                groups.setdefault((group, name), []).append(peer["ms"] / ours["ms"])
+    return [{"cells": group, "peer": name, "count": len(ratios), "ratio": statistics.geometric_mean(ratios),
+             "least": min(ratios)} for (group, name), ratios in sorted(groups.items())]
 
 
-def table_header(names):
-    def heading(quantity, columns, width):
-        named = [f"{'ours' if n == OURS else n:>{width}}" for n in columns]
-        return named, f"{quantity:^{width * len(columns)}}"
-
-    peers = [n for n in names if n != OURS]
-    groups = [heading("ms", names, 10), heading("/ours", peers, 8), heading("GFLOP/s", names, 8),
-              heading("error", names, 9)]
-    above = " |".join(quantity for _, quantity in groups)
-    return f"{'':55}{above}\n{'cell':55}" + " |".join("".join(columns) for columns, _ in groups)
+def largest(values):
+    """NaN is larger than any number."""
+    return max(values, key=lambda value: (math.isnan(value), value))
 
 
-def table_row(cell, measured, names):
-    def shown(width, text, *needed):
-        return f"{text() if all('ms' in measured[n] for n in needed) else '-':>{width}}"
+def column_groups(names, device):
+    """[(heading, names, width, (result, our result) -> text)] of the table."""
+    unit, factor = RATE[device]
+    milliseconds = ("ms", names, 10, lambda r, ours: f"{r['ms']:.2f}")
+    ratios = ("/ours", compared(names), 8, lambda r, ours: f"{r['ms'] / ours['ms']:.2f}" if ours else "-")
+    rates = (unit, names, 8, lambda r, ours: f"{r['gflops'] * factor:.0f}")
+    worst = ("error", names, 9, lambda r, ours: f"{largest(r['errors'].values()):.1e}")
+    return [milliseconds, ratios, rates, worst] if device == "cpu" else [rates, ratios, worst]
 
-    groups = [
-        [shown(10, lambda n=n: f"{measured[n]['ms']:.2f}", n) for n in names],
-        [shown(8, lambda n=n: f"{measured[n]['ms'] / measured[OURS]['ms']:.2f}", n, OURS)
-         for n in names if n != OURS],
-        [shown(8, lambda n=n: f"{measured[n]['gflops']:.0f}", n) for n in names],
-        [shown(9, lambda n=n: f"{max(measured[n]['errors'].values()):.1e}", n) for n in names],
-    ]
-    refusals = [f"\n  {n} refused: {r['refused']}" for n, r in measured.items() if "refused" in r]
-    return f"{cell.label:55}" + " |".join("".join(columns) for columns in groups) + "".join(refusals)
+
+def table_header(names, device):
+    short = {OURS: "ours", DETERMINISTIC: "determ."}
+    above, below = [], []
+    for heading, columns, width, _ in column_groups(names, device):
+        above.append(f"{heading:^{width * len(columns)}}")
+        below.append("".join(f"{short.get(n, n):>{width}}" for n in columns))
+    return f"{'':55}{' |'.join(above)}\n{'cell':55}{' |'.join(below)}"
+
+
+def table_row(cell, measured, names, device):
+    ours, groups = looked_up(measured, OURS), []
+    for _, columns, width, text in column_groups(names, device):
+        results = [looked_up(measured, n) for n in columns]
+        groups.append("".join(f"{text(result, ours) if result else '-':>{width}}" for result in results))
+    remarks = [f"\n  {n} refused: {r['refused']}" for n, r in measured.items() if "refused" in r]
+    remarks += [f"\n  {n}: the GPU waited for the host"
+                for n, r in measured.items() if r.get("waited_for_host")]
+    return f"{cell.label:55}{' |'.join(groups)}{''.join(remarks)}"
 
 
 def parse(arguments):
     as_written = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=as_written)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
-    parser.add_argument("--seqlens", nargs="+", type=int, default=[512, 2048, 8192])
-    parser.add_argument("--head-dims", nargs="+", type=int, default=[64, 128])
+    parser.add_argument("--grid", choices=GRIDS, help="the next five options, where not given; targets: "
+                        "16384 tokens of 2048 values, as in the FlashAttention papers; default: small, on a "
+                        "GPU targets")
+    parser.add_argument("--dtypes", nargs="+")
+    parser.add_argument("--seqlens", nargs="+", type=int)
+    parser.add_argument("--head-dims", nargs="+", type=int)
+    parser.add_argument("--tokens", type=int, help="B * S, at least one sequence")
+    parser.add_argument("--hidden", type=int, help="H * D")
     parser.add_argument("--causal", nargs="+", type=int, choices=[0, 1], default=[0, 1], help="0: full")
     passes = ["forward", "backward"]
     parser.add_argument("--passes", nargs="+", choices=passes, default=passes)
     parser.add_argument("--window", nargs="+", type=int, default=[], metavar="LEFT",
                         help="more cells: a query sees its own key and LEFT before; SDPA gets a boolean mask")
+    peers = [name for name in IMPLEMENTATIONS if name not in (OURS, DETERMINISTIC)]
+    parser.add_argument("--peers", nargs="*", choices=peers,
+                        help="default: sdpa; on a GPU fa2, cudnn and, if FA3_LIBRARY names it, fa3")
+    parser.add_argument("--deterministic", action="store_true",
+                        help="ours with deterministic=True beside it")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--statistic", default="median", choices=STATISTICS, help="over rounds")
-    parser.add_argument("--tokens", type=int, default=4096, help="B * S, at least one sequence")
-    parser.add_argument("--hidden", type=int, default=1024, help="H * D")
+    parser.add_argument("--idle-ms", type=float,
+                        help="rest before each sample; default: 0 on a CPU, 100 on a GPU")
     parser.add_argument("--threads", type=int, help="default: as torch chooses")
     parser.add_argument("--json", type=Path, help="write every sample, with versions, here")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    defaults = DEFAULTS[options.device]
+    for name, value in {**defaults, **GRIDS[options.grid or defaults["grid"]]}.items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
+    return options
+
+
+def names_of(options):
+    peers = PEERS[options.device] if options.peers is None else options.peers
+    names = [OURS, *[DETERMINISTIC] * options.deterministic, *peers]
+    return [n for n in names
+            if options.device in IMPLEMENTATIONS[n].devices and IMPLEMENTATIONS[n].available()]
+
+
+def gemm_rates(gflops, device):
+    unit, factor = RATE[device]
+    rates = ", ".join(f"{dtype} {rate * factor:.0f}" for dtype, rate in gflops.items())
+    return f"torch.mm {GEMM_SIZE[device]} {unit}: {rates}"
 
 
 def print_heading(where, options, names):
     print(f"{where['processor']}, {where['threads']} threads ({where['cpu_capability']}), "
           f"load before {where['load_average']:.1f}, torch {where['torch']}, "
           f"flash_attn {where['flash_attn']}")
-    rates = ", ".join(f"{dtype} {rate:.0f}" for dtype, rate in where["gemm_gflops"].items())
-    print(f"torch.mm 2048 GFLOP/s: {rates}")
-    print(f"ms: {options.statistic} of {options.rounds} rounds, implementations interleaved; "
-          "/ours: peer's ms over ours, above 1 where ours is faster\n")
-    print(table_header(names))
+    if "gpu" in where:
+        print(f"CUDA {where['gpu']['cuda']}, cuDNN {where['gpu']['cudnn']}; under load "
+              + ", ".join(f"{name} {value}" for name, value in where["gpu"]["state_under_load"].items()))
+        print(f"thermal: {where['thermal']}")
+    print(gemm_rates(where["gemm_gflops"], options.device))
+    print(f"times: {options.statistic} of {options.rounds} rounds, implementations interleaved; "
+          "/ours: peer's time over ours, above 1 where ours is faster\n")
+    print(table_header(names, options.device))
+
+
+def write_json(path, where, options, rows, means):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({
+        "machine": where,
+        "statistic": options.statistic,
+        "cells": [{**asdict(cell), "flops": cell.flops, "results": measured} for cell, measured in rows],
+        "geometric_means": means,
+    }, indent=1, default=str) + "\n")
 
 
 def main(arguments=None):
     options = parse(arguments)
     if options.threads:
         torch.set_num_threads(options.threads)
-    device = options.device
-    names = [name for name, implementation in IMPLEMENTATIONS.items() if device in implementation.devices]
+    device, names, begin = options.device, names_of(options), time.perf_counter()
     where = machine(device)
+    idle = options.idle_ms
+    where["thermal"] = f"burst: {idle:g} ms idle before each sample" if idle else "sustained: no idle"
     where["gemm_gflops"] = {dtype: gemm_gflops(dtype, device) for dtype in options.dtypes}
     print_heading(where, options, names)
     rows = []
     for cell in cells(options):
-        rows.append((cell, measure(cell, options.rounds, STATISTICS[options.statistic], device)))
-        print(table_row(*rows[-1], names), flush=True)
-    means = geometric_means(rows)
+        rows.append((cell, measure(cell, names, options)))
+        print(table_row(*rows[-1], names, device), flush=True)
+        if options.json:  # after every cell: a crash in one of them leaves the others
+            write_json(options.json, where, options, rows, geometric_means(rows, names))
+    if device == "cuda":
+        where["gemm_gflops_after"] = {dtype: gemm_gflops(dtype, device) for dtype in options.dtypes}
+        where["gpu"]["state_after"] = gpu_state()
+        print(f"\n{gemm_rates(where['gemm_gflops_after'], device)} after; "
+              f"{time.perf_counter() - begin:.0f} s in all")
     print("\ngeometric means of peer's time over ours")
-    for group, name, count, mean in means:
-        print(f"  {group:28} {name:10} {mean:.2f}  ({count} cells)")
+    for mean in geometric_means(rows, names):
+        print(f"  {mean['cells']:28} {mean['peer']:13} {mean['ratio']:.2f}  ({mean['count']} cells, least "
+              f"{mean['least']:.2f})")
     if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps({
-            "machine": where,
-            "statistic": options.statistic,
-            "cells": [{**asdict(cell), "flops": cell.flops, "results": measured} for cell, measured in rows],
-            "geometric_means": [dict(zip(("cells", "peer", "count", "ratio"), mean)) for mean in means],
-        }, indent=1, default=str) + "\n")
+        write_json(options.json, where, options, rows, geometric_means(rows, names))
 
 
 if __name__ == "__main__":

@@ -70,7 +70,7 @@ struct Candidate {
 };
 
 #define FLASH_CPU_VARIANT(isa, use) \
-    { {#isa, isa::forward_scratch_bytes, isa::backward_scratch_bytes, isa::forward, isa::backward}, use }
+    {{#isa, isa::forward_scratch_bytes, isa::backward_scratch_bytes, isa::forward, isa::backward}, use}
 
 Use use_if(bool supported) {
     return supported ? Use::best : Use::never;
@@ -111,21 +111,45 @@ const Variant& variant() {
 }  // namespace
 }  // namespace cpu
 
+namespace {
+
+// Device 0 stands for all of them: machines with unlike GPUs ask explain().
+std::string why_no_gpu() {
+    const cuda::Devices& devices = cuda::devices();
+    return devices.found.empty() ? devices.why_none : cuda::why_not(devices.found.front());
+}
+
+template <class Problem>
+[[noreturn]] void refuse(const Problem& problem, const cuda::Device& device) {
+    std::string message = "flash_attn: no GPU engine takes these tensors";
+    for (const cuda::WhyNot& other : cuda::why_not(problem, device))
+        message +=
+            "; " + other.engine + (other.kernel.empty() ? "" : " ") + other.kernel + ": " + other.reason;
+    throw std::runtime_error(message);
+}
+
+}  // namespace
+
 std::vector<EngineReport> engines() {
     std::vector<EngineReport> reports;
     for (const cpu::Candidate& candidate : cpu::candidates())
         reports.push_back({"cpu", candidate.variant.isa, candidate.use != cpu::Use::never,
                            &candidate.variant == &cpu::variant(),
                            candidate.use == cpu::Use::never ? "this machine lacks its instructions" : ""});
+    const std::vector<const char*> names = cuda::engine_names();
+    const std::string why_not = names.empty() ? "" : why_no_gpu();
+    for (const char* name : names)
+        reports.push_back(
+            {name, "cuda " + cuda::architecture_list(), why_not.empty(), why_not.empty(), why_not});
     return reports;
 }
 
 Plan choose(const ForwardProblem& problem) {
-    return {"cpu", cpu::variant().isa, cpu::variant().forward_scratch_bytes(problem)};
+    return {"cpu", cpu::variant().isa, int64_t(cpu::variant().forward_scratch_bytes(problem))};
 }
 
 Plan choose(const BackwardProblem& problem) {
-    return {"cpu", cpu::variant().isa, cpu::variant().backward_scratch_bytes(problem)};
+    return {"cpu", cpu::variant().isa, int64_t(cpu::variant().backward_scratch_bytes(problem))};
 }
 
 void run(const Plan&, const ForwardProblem& problem, const cpu::Threads& threads) {
@@ -134,6 +158,27 @@ void run(const Plan&, const ForwardProblem& problem, const cpu::Threads& threads
 
 void run(const Plan&, const BackwardProblem& problem, const cpu::Threads& threads) {
     cpu::variant().backward(problem, threads);
+}
+
+Plan choose(const ForwardProblem& problem, const cuda::Device& device) {
+    const cuda::ForwardKernel* const kernel = cuda::kernel_for(problem, device);
+    if (!kernel) refuse(problem, device);
+    const int splits = cuda::splits_of(problem, *kernel, device);
+    return {kernel->engine, kernel->name, kernel->workspace_bytes(problem, splits), splits, kernel, nullptr};
+}
+
+Plan choose(const BackwardProblem& problem, const cuda::Device& device) {
+    const cuda::BackwardKernel* const kernel = cuda::kernel_for(problem, device);
+    if (!kernel) refuse(problem, device);
+    return {kernel->engine, kernel->name, kernel->workspace_bytes(problem), 1, nullptr, kernel};
+}
+
+void run(const Plan& plan, const ForwardProblem& problem, const cuda::Launch& launch) {
+    plan.forward_kernel->launch(problem, plan.splits, launch);
+}
+
+void run(const Plan& plan, const BackwardProblem& problem, const cuda::Launch& launch) {
+    plan.backward_kernel->launch(problem, launch);
 }
 
 }  // namespace flash

@@ -67,13 +67,14 @@ struct ForwardProblem {
 };
 
 struct BackwardProblem {
-    ForwardProblem forward;  // out and lse hold what the forward wrote
-    TensorView dout;         // [B, Sq, H, Dv]
-    RowStatistics dlse;      // [B, H, Sq]; data == nullptr: lse has no gradient
-    TensorView dq;           // [B, Sq, H, D]
-    TensorView dk;           // [B, Sk, Hk, D]
-    TensorView dv;           // [B, Sk, Hk, Dv]
-    RowStatistics delta;     // [B, H, Sq] workspace: rowsum(dO * O) - dlse
+    ForwardProblem forward;      // out and lse hold what the forward wrote
+    TensorView dout;             // [B, Sq, H, Dv]
+    RowStatistics dlse;          // [B, H, Sq]; data == nullptr: lse has no gradient
+    TensorView dq;               // [B, Sq, H, D]
+    TensorView dk;               // [B, Sk, Hk, D]
+    TensorView dv;               // [B, Sk, Hk, Dv]
+    RowStatistics delta;         // [B, H, Sq] workspace: rowsum(dO * O) - dlse
+    bool deterministic = false;  // dq has to be bitwise repeatable, as out, dk and dv always are
 };
 
 }  // namespace flash

@@ -483,9 +483,9 @@ def main(argv=None):
     continuation = sample(trainer, vocabulary, vocabulary.encode([prompt])[:-1].tolist())  # no end of text
     summary = summarize(trainer, continuation)
     plotted = plot_losses([args.out, *args.compare], args.out / "losses.png")
-    print(f"\n{prompt} [...] {continuation}\n\n"
-          f"held-out loss {summary['held_out_loss_at_start']:.3f} -> {summary['held_out_loss']:.3f}, "
-          f"{summary['tokens_per_second']:,.0f} tokens/s, {trainer.seconds:.0f} s")
+    print(f"\n{prompt} [...] {continuation}\n\nheld-out loss {summary['held_out_loss_at_start']:.3f} -> "
+          f"{summary['held_out_loss']:.3f}, {summary['tokens_per_second']:,.0f} tokens/s, "
+          f"{trainer.seconds:.0f} s, peak memory {(summary['peak_memory_bytes'] or math.nan) / 1e9:.2f} GB")
     files = ("losses.png" if plotted else "losses.csv", "checkpoint.pt", "summary.json")
     print(*(args.out / file for file in files), sep="\n")
     if not plotted or optional_module("tqdm") is None:

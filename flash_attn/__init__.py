@@ -1,6 +1,7 @@
 """Exact IO-aware attention for PyTorch: a drop-in for flash_attn, from scratch in C++ (arXiv 2205.14135)."""
 
 from .block_sparse import BlockSparseMask, flash_attn_block_sparse_func
+from .explain import explain
 from .flash_attn_interface import (
     flash_attn_func,
     flash_attn_kvpacked_func,
@@ -16,6 +17,7 @@ __version__ = "2.8.3"
 __all__ = [
     "BlockSparseMask",
     "build_info",
+    "explain",
     "flash_attn_block_sparse_func",
     "flash_attn_func",
     "flash_attn_kvpacked_func",

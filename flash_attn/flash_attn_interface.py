@@ -2,8 +2,8 @@
 
 Shapes: B batch, Sq and Sk sequence lengths, H query heads, Hk key and value heads (Hk divides H; query head h
 reads key head h // (H // Hk)), D head dim and Dv value head dim from 1 to 256, Tq and Tk packed totals.
-Tensors are float32, bfloat16, float16 or float64, all of one dtype, on one device, with any strides (a last
-dimension that is not contiguous is copied).
+Tensors are float32, bfloat16, float16 or float64 (on a GPU what its engines have kernels for: see explain),
+all of one dtype, on one device, with any strides (a last dimension that is not contiguous is copied).
 """
 
 import torch
@@ -24,10 +24,10 @@ def _check_tensors(q, k, v, **others):
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"flash_attn: {name} is {tensor!r}; it must be a tensor")
-    if q.device.type not in ("cpu", "meta"):
+    if q.device.type not in ("cpu", "cuda", "meta"):
         raise RuntimeError(
-            f"flash_attn: q is on {q.device}, but this build has only the CPU engine "
-            "(python -m flash_attn lists engines); move q, k and v to the CPU"
+            f"flash_attn: q is on {q.device}, which no engine runs on (python -m flash_attn lists engines); "
+            "move q, k and v to a CUDA GPU or to the CPU"
         )
     for name, tensor in (("k", k), ("v", v), *others.items()):
         if tensor is not None and tensor.device != q.device:
@@ -62,7 +62,8 @@ def attention(
         block_size = mask.block_size
     options = (
         cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k), alibi_slopes, rng_state, *blocks,
-        *block_size, float(dropout_p), float(softmax_scale), left, right, float(softcap), bool(deterministic),
+        *block_size, float(dropout_p), float(softmax_scale), left, right, float(softcap),
+        bool(deterministic) or torch.are_deterministic_algorithms_enabled(),
     )
     out, lse = operators.forward(q, k, v, *options)
     if not return_attn_probs:
@@ -122,7 +123,8 @@ def flash_attn_func(
         softcap: scores become softcap * tanh(score / softcap); 0: off. Not together with dropout.
         alibi_slopes: float32 [H] or [B, H]; scores get -slope * |i + Sk - Sq - j| (ALiBi, arXiv 2108.12409).
             Not differentiable.
-        deterministic: make the backward bitwise repeatable. On the CPU it always is.
+        deterministic: make the backward bitwise repeatable, as torch.use_deterministic_algorithms does too.
+            On the CPU it always is, on a GPU all but q's gradient.
         return_attn_probs: also return lse and S_dmask.
 
     Returns: out [B, Sq, H, Dv], contiguous, in q's dtype. With return_attn_probs (out, lse, S_dmask): lse,
@@ -215,7 +217,8 @@ def flash_attn_varlen_func(
         cu_seqlens_q, cu_seqlens_k: int32 (or int64) [B + 1], offsets of the sequences: 0, then never
             decreasing. A sequence may be empty on either side. Rows past the last offset belong to nobody:
             out and gradients are 0.
-        max_seqlen_q, max_seqlen_k: int or 0-dimensional tensor, at least the longest sequence.
+        max_seqlen_q, max_seqlen_k: int or 0-dimensional tensor, at least the longest sequence. On a GPU these
+            and the offsets are taken as they are: checking them would wait for the GPU.
         block_table: not implemented yet; None.
         Everything else: see flash_attn_func, with each sequence's own lengths for Sq and Sk.
 

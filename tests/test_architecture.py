@@ -22,6 +22,10 @@ BELOW = {
     "attention": {"attention", "problem.h"},
     "problem": set(),
 }
+# The same within csrc/cuda, for its folders; launch.h and kernel.h are everybody's. Engines know nothing of
+# each other, and what every engine may share is in any/.
+CUDA_BELOW = {"ptx": {"ptx"}, "tile": {"tile", "ptx"}, "any": {"any", "tile", "ptx"}}
+CUDA_ENGINE_BELOW = {"any", "tile", "ptx"}
 
 
 def room_of(path):
@@ -78,6 +82,27 @@ def test_includes_point_down():
             parts = target.relative_to(CSRC).parts
             room = room_of(path)
             assert parts[0] in BELOW[room], f"{name(path)} ({room}) includes {'/'.join(parts)}"
+
+
+def test_includes_within_cuda_point_down():
+    cuda = CSRC / "cuda"
+    for path in (p for p in CPP if p.is_relative_to(cuda)):
+        parts = path.relative_to(cuda).parts
+        folder = parts[0] if len(parts) > 1 else None
+        below = CUDA_BELOW.get(folder, {folder, *CUDA_ENGINE_BELOW}) if folder else set()
+        for quote, include in includes_of(path):
+            target = (path.parent / include).resolve()
+            if quote == '"' and target.is_relative_to(cuda) and target.parent != cuda:
+                assert target.parent.name in below, f"{name(path)} includes {include}"
+
+
+def test_cuda_only_in_cuda():
+    pattern = r"__global__|__device__|__shared__|<<<|\bcuda[A-Z]\w*\("
+    assert not offenders(CPP, pattern, lambda p: room_of(p) not in ("cuda", "attention"))
+    for path in CPP:
+        foreign = [i for quote, i in includes_of(path)
+                   if quote == "<" and re.match(r"(cuda|cub\b|cute\b|cutlass|thrust)", i)]
+        assert room_of(path) == "cuda" or not foreign, f"{name(path)}: {foreign}"
 
 
 def test_every_header_is_included_once_only():

@@ -79,7 +79,8 @@ def test_any_strides(layout, which, device):
 @pytest.mark.parametrize("kind", ["sum", "mean", "slice of cat", "one head's"])
 def test_dout_of_a_loss(kind, device):
     """Autograd hands over whatever strides the loss has made: 0, or another tensor's."""
-    case = Case(torch.float32, 2, 33, 33, 2, 2, 16, device=device)
+    dtype = torch.float64 if device == "cpu" else torch.bfloat16
+    case = Case(dtype, 2, 33, 33, 2, 2, 16, device=device)
     q, k, v, _ = case.draw()
     other = torch.randn(2, 33, 2, 7, device=device)
     weight = torch.linspace(-1, 1, 23, device=device)
@@ -89,10 +90,13 @@ def test_dout_of_a_loss(kind, device):
         "one head's": lambda out: out[:, :, 1, 3].square().sum(),
     }[kind]
     gradients = []
-    for attend in (lambda *x: case.call(*x), lambda *x: case.attend()(*x)[0]):
-        leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
-        gradients.append(torch.autograd.grad(loss(attend(*leaves)), leaves))
-    torch.testing.assert_close(gradients[0], gradients[1])
+    ours, exactly = lambda *x: case.call(*x), lambda *x: case.attend()(*x)[0]
+    for attend, precision in ((ours, dtype), (exactly, torch.float64)):
+        leaves = [x.detach().to(precision).requires_grad_() for x in (q, k, v)]
+        gradients.append([x.double() for x in torch.autograd.grad(loss(attend(*leaves)), leaves)])
+    for actual, exact in zip(*gradients):
+        tolerance = 1e-12 if device == "cpu" else 0.02
+        assert (actual - exact).norm() <= tolerance * exact.norm()
 
 
 @pytest.mark.parametrize("needed", range(1, 8))

@@ -19,7 +19,8 @@ struct BlockList {
 
 FLASH_HOST_DEVICE BlockList block_list_of(const BlockLists& lists, int64_t batch, int64_t head, int64_t row) {
     const int64_t block_row = batch * lists.batch_stride + head * lists.head_stride + row / lists.row_block;
-    return {lists.indices + block_row * lists.capacity, lists.counts[block_row], Position(lists.column_block)};
+    return {lists.indices + block_row * lists.capacity, lists.counts[block_row],
+            Position(lists.column_block)};
 }
 
 // Cuts the rows of one axis into tiles of at most `tile` rows, none of which crosses a block boundary.

@@ -17,18 +17,60 @@ struct Sequence {
     Position seqlen_k;
 };
 
+// An engine that reads the offsets where nobody has checked them stays within the tensor's rows.
+FLASH_HOST_DEVICE Position offset_of(const int32_t* cu_seqlens, int64_t batch, int64_t rows) {
+    const Position offset = cu_seqlens[batch];
+    return offset < 0 ? 0 : offset < rows ? offset : Position(rows);
+}
+
 FLASH_HOST_DEVICE Sequence sequence_of(const ForwardProblem& problem, int64_t batch) {
     Sequence sequence{0, 0, Position(problem.seqlen_q), Position(problem.seqlen_k)};
     if (problem.cu_seqlens_q) {
-        sequence.first_query_row = problem.cu_seqlens_q[batch];
-        sequence.seqlen_q = problem.cu_seqlens_q[batch + 1] - problem.cu_seqlens_q[batch];
+        const Position begin = offset_of(problem.cu_seqlens_q, batch, problem.rows_q);
+        const Position end = offset_of(problem.cu_seqlens_q, batch + 1, problem.rows_q);
+        sequence.first_query_row = begin;
+        sequence.seqlen_q = end > begin ? end - begin : 0;
     }
     if (problem.cu_seqlens_k) {
-        sequence.first_key_row = problem.cu_seqlens_k[batch];
-        sequence.seqlen_k = problem.cu_seqlens_k[batch + 1] - problem.cu_seqlens_k[batch];
+        const Position begin = offset_of(problem.cu_seqlens_k, batch, problem.rows_k);
+        const Position end = offset_of(problem.cu_seqlens_k, batch + 1, problem.rows_k);
+        sequence.first_key_row = begin;
+        sequence.seqlen_k = end > begin ? end - begin : 0;
     }
     return sequence;
 }
+
+// The rows of packed tensors past the last sequence, which come back as zeros.
+FLASH_HOST_DEVICE Sequence unowned_rows(const ForwardProblem& problem) {
+    const Position queries = offset_of(problem.cu_seqlens_q, problem.batch, problem.rows_q);
+    const Position keys = offset_of(problem.cu_seqlens_k, problem.batch, problem.rows_k);
+    return {queries, keys, Position(problem.rows_q - queries), Position(problem.rows_k - keys)};
+}
+
+// Packed sequences cut into tiles of `tile` rows, with no host or other kernel to count them: sequence b's
+// tiles are given the slots from cu_seqlens[b] / tile + b on. That leaves room for all of them, since
+// floor((c + n) / tile) - floor(c / tile) + 1 >= ceil(n / tile), and a slot's sequence is found by bisection.
+// The rows past the last sequence count as sequence `batch`.
+struct PackedTiles {
+    const int32_t* cu_seqlens;
+    int64_t batch, rows, tile;
+
+    FLASH_HOST_DEVICE int64_t slots() const { return rows / tile + batch + 1; }
+    FLASH_HOST_DEVICE int64_t first_slot(int64_t sequence) const {
+        return offset_of(cu_seqlens, sequence, rows) / tile + sequence;
+    }
+    FLASH_HOST_DEVICE int64_t sequence_of_slot(int64_t slot) const {
+        int64_t first = 0, last = batch;  // the last one whose first slot is not past this one
+        while (first < last) {
+            const int64_t middle = (first + last + 1) / 2;
+            if (first_slot(middle) <= slot)
+                first = middle;
+            else
+                last = middle - 1;
+        }
+        return first;
+    }
+};
 
 // First element of row `row` (counted from the tensor's first row of that batch entry) of one head.
 template <class Element>

@@ -20,7 +20,7 @@ namespace flash {
 
 struct Run {
     Position begin, end;  // positions; begin is a multiple of the granularity, or the begin of a listed block
-    bool masked;         // some row of the tile does not see some position of the run
+    bool masked;          // some row of the tile does not see some position of the run
 };
 
 class TileSchedule {

@@ -57,7 +57,7 @@ using LaneMask = typename VectorOf<Real>::mask;  // all ones in a chosen lane, z
 template <class Real>
 inline constexpr int kLanes = kVectorBytes / int(sizeof(Real));
 template <class Real>
-inline constexpr int kMicroColumns = kMicroVectors* kLanes<Real>;
+inline constexpr int kMicroColumns = kMicroVectors * kLanes<Real>;
 
 struct Pair {  // two bfloat16, first one in the low half
     uint32_t bits;

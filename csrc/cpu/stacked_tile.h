@@ -10,7 +10,7 @@ namespace flash::cpu::FLASH_CPU_ISA {
 
 // The matrix unit reads this operand by rows only, so there it is transposed, once a tile for all panels.
 template <class Operand>
-inline constexpr bool kTransposesStackedTiles = kHasMatrixUnit&& std::is_same_v<Operand, Pair>;
+inline constexpr bool kTransposesStackedTiles = kHasMatrixUnit && std::is_same_v<Operand, Pair>;
 
 template <class Operand>
 class StackedTile {

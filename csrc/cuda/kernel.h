@@ -1,5 +1,5 @@
-// What the host knows of a compiled kernel. Each row of kernel_table.py and element type becomes one object of
-// these types, defined in a file of its own; the generated registry lists them in the table's order.
+// What the host knows of a compiled kernel. Each row of kernel_table.py and element type becomes one object
+// of these types, defined in a file of its own; the generated registry lists them in the table's order.
 #pragma once
 
 #include <cstdint>
@@ -44,8 +44,15 @@ struct BackwardKernel {
     void (*launch)(const BackwardProblem& problem, const Launch& launch);
 };
 
-// The generated registry (setup.py): null-terminated, in the table's order, best first.
+struct Architecture {
+    int capability;
+    bool ptx;  // also as text that the driver compiles for later chips
+};
+
+// The generated registry (setup.py): null-terminated, in the table's order, best first; empty without nvcc.
 extern const ForwardKernel* const forward_kernels[];
 extern const BackwardKernel* const backward_kernels[];
+extern const Architecture architectures[];  // that every kernel was compiled for; the last has capability 0
+extern const char* const toolkit;           // version of the compiler, "13.0"
 
 }  // namespace flash::cuda

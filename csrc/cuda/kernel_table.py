@@ -18,7 +18,6 @@ class Forward:
     query_tile: int
     key_tile: int
     warps: int
-    stages: int  # key and value tiles in flight
     blocks: int  # resident blocks a multiprocessor that the register budget is made for
 
 
@@ -32,6 +31,9 @@ class Backward:
     warps: int
     stages: int  # query and dO tiles in flight
     blocks: int
+    score_rows: int  # warps along the rows of the scores, of dK and dV, of dQ; the rest along the columns
+    gradient_rows: int
+    dq_rows: int
 
 
 @dataclass(frozen=True)
@@ -43,22 +45,38 @@ class Row:
 
     def name(self, dtype):
         c = self.configuration
-        return f"{self.kernel}_{dtype}_d{c.head_dim}_q{c.query_tile}_k{c.key_tile}"
+        stages = f"_s{c.stages}" if self.kernel == "backward" else ""
+        return f"{self.kernel}_{dtype}_d{c.head_dim}_q{c.query_tile}_k{c.key_tile}{stages}"
 
     def symbol(self, dtype):
         return f"{self.engine}_{self.name(dtype)}"
 
-    def flags(self, dtype):
+    def macros(self, dtype):
+        """What the source is compiled with. In a header: nvcc loses quotes and splits commas in a -D."""
         fields = ", ".join(f".{name} = {value}" for name, value in asdict(self.configuration).items())
-        return [
-            f"-DFLASH_DTYPE={dtype}",
-            f"-DFLASH_KERNEL_SYMBOL={self.symbol(dtype)}",
-            f'-DFLASH_KERNEL_NAME="{self.name(dtype)}"',
-            f"-DFLASH_CONFIGURATION={{{fields}}}",
-        ]
+        return {
+            "FLASH_DTYPE": dtype,
+            "FLASH_KERNEL_SYMBOL": self.symbol(dtype),
+            "FLASH_KERNEL_NAME": f'"{self.name(dtype)}"',
+            "FLASH_CONFIGURATION": f"{{{fields}}}",
+        }
 
 
+# Of two rows with one head dim the second is for chips with 99 KiB of shared memory a block (8.6, 8.9, 12.0).
 ROWS = [
-    Row("sm80", "forward", HALVES, Forward(64, 128, 64, warps=4, stages=2, blocks=2)),
-    Row("sm80", "forward", HALVES, Forward(128, 128, 64, warps=4, stages=1, blocks=2)),
+    Row("sm80", "forward", HALVES, Forward(64, 128, 64, warps=4, blocks=2)),
+    Row("sm80", "forward", HALVES, Forward(96, 128, 64, warps=4, blocks=2)),
+    Row("sm80", "forward", HALVES, Forward(128, 128, 64, warps=4, blocks=2)),
+    Row("sm80", "forward", HALVES, Forward(192, 128, 64, warps=8, blocks=1)),
+    Row("sm80", "forward", HALVES, Forward(256, 128, 64, warps=8, blocks=1)),
+    Row("sm80", "forward", HALVES, Forward(256, 64, 64, warps=4, blocks=1)),
+    Row("sm80", "backward", HALVES, Backward(64, 64, 128, 8, 2, 1, score_rows=2, gradient_rows=4, dq_rows=4)),
+    Row("sm80", "backward", HALVES, Backward(96, 64, 64, 4, 2, 2, score_rows=2, gradient_rows=4, dq_rows=4)),
+    Row("sm80", "backward", HALVES, Backward(128, 64, 128, 8, 2, 1, score_rows=2, gradient_rows=4, dq_rows=2)),
+    Row("sm80", "backward", HALVES, Backward(128, 64, 64, 8, 1, 1, score_rows=4, gradient_rows=4, dq_rows=2)),
+    Row("sm80", "backward", HALVES, Backward(192, 64, 64, 8, 2, 1, score_rows=4, gradient_rows=4, dq_rows=4)),
+    Row("sm80", "backward", HALVES, Backward(192, 32, 32, 4, 2, 1, score_rows=2, gradient_rows=2, dq_rows=2)),
+    Row("sm80", "backward", HALVES, Backward(256, 64, 64, 8, 2, 1, score_rows=4, gradient_rows=4, dq_rows=2)),
+    Row("sm80", "backward", HALVES, Backward(256, 64, 64, 8, 1, 1, score_rows=4, gradient_rows=4, dq_rows=2)),
+    Row("sm80", "backward", HALVES, Backward(256, 32, 32, 4, 1, 1, score_rows=2, gradient_rows=2, dq_rows=2)),
 ]

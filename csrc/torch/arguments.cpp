@@ -1,5 +1,6 @@
 #include "arguments.h"
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 
@@ -25,7 +26,8 @@ DType dtype_of(const char* name, const Tensor& tensor) {
         default:
             break;
     }
-    check(false, name, " is ", describe(tensor), "; its dtype must be float16, bfloat16, float32 or float64");
+    check(false, name, " is ", DtypeAndShapeOf{tensor},
+          "; its dtype must be float16, bfloat16, float32 or float64");
     __builtin_unreachable();
 }
 
@@ -42,9 +44,9 @@ Arguments::Arguments(const Tensor& q, const Tensor& k, const Tensor& v, const Op
     const int64_t dims = options.cu_seqlens_q ? 3 : 4;
     const char* layout = dims == 3 ? " [total, heads, head_dim]" : " [batch, seqlen, heads, head_dim]";
     for (const auto& [name, tensor] : {std::pair{"q", &q_}, {"k", &k_}, {"v", &v_}}) {
-        check(tensor->dim() == dims, name, " is ", describe(*tensor), "; it must have ", dims, " dimensions,",
-              layout);
-        check_device(name, *tensor);
+        check(tensor->dim() == dims, name, " is ", DtypeAndShapeOf{*tensor}, "; it must have ", dims,
+              " dimensions,", layout);
+        check_device(name, *tensor, q_);
     }
     problem.dtype = dtype_of("q", q_);
     check_dtype("k", k_, q_.scalar_type(), " as q is; cast one of them");
@@ -74,7 +76,7 @@ void Arguments::set_shapes() {
     problem.heads_k = k_.size(head);
     problem.head_dim = q_.size(dim);
     problem.head_dim_v = v_.size(dim);
-    check(!dense || problem.batch > 0, "q has shape ", shape_of(q_), "; the batch size must be positive");
+    check(!dense || problem.batch > 0, "q has shape ", ShapeOf{q_}, "; the batch size must be positive");
     check(problem.heads_q > 0 && problem.heads_k > 0 && problem.heads_q % problem.heads_k == 0, "q has ",
           problem.heads_q, " heads and k has ", problem.heads_k, "; k's must be positive and divide q's");
     for (const auto& [name, size] : {std::pair{"q", problem.head_dim}, {"v", problem.head_dim_v}})
@@ -93,33 +95,31 @@ void Arguments::set_shapes() {
     problem.seqlen_k = problem.rows_k;
 }
 
-const int32_t* Arguments::offsets(const char* name, const Tensor& tensor, int64_t total, int64_t& longest) {
-    check(tensor.dim() == 1 && tensor.size(0) >= 2, name, " is ", describe(tensor),
+const int32_t* Arguments::offsets(const char* name, const Tensor& tensor) {
+    check(tensor.dim() == 1 && tensor.size(0) >= 2, name, " is ", DtypeAndShapeOf{tensor},
           "; it must have one dimension, of batch + 1 >= 2 offsets");
     check(tensor.scalar_type() == ScalarType::Int || tensor.scalar_type() == ScalarType::Long, name, " is ",
-          describe(tensor), "; its dtype must be int32 (or int64)");
-    check_device(name, tensor);
-    if (tensor.scalar_type() == ScalarType::Long) {
-        // Before narrowing, so that no offset wraps into a plausible one.
-        const Tensor wide = torch::stable::contiguous(tensor);
-        const int64_t* values = wide.const_data_ptr<int64_t>();
-        for (int64_t i = 0; i < wide.size(0); ++i)
-            check(values[i] >= 0 && values[i] <= total, name, "[", i, "] is ", values[i], "; there are ",
-                  total, " rows");
-    }
+          DtypeAndShapeOf{tensor}, "; its dtype must be int32 (or int64)");
+    check_device(name, tensor, q_);
     kept_.push_back(torch::stable::contiguous(torch::stable::to(tensor, ScalarType::Int)));
-    const int32_t* values = kept_.back().const_data_ptr<int32_t>();
+    return kept_.back().const_data_ptr<int32_t>();
+}
+
+// Reads the offsets: on the CPU only.
+int64_t Arguments::longest_sequence(const char* name, const Tensor& tensor, int64_t total) const {
+    // As given and before narrowing, so that no offset wraps into a plausible one.
+    const Tensor wide = torch::stable::contiguous(torch::stable::to(tensor, ScalarType::Long));
+    const int64_t* values = wide.const_data_ptr<int64_t>();
     const int64_t batch = tensor.size(0) - 1;
     check(values[0] == 0, name, "[0] is ", values[0], "; the first sequence must start at row 0");
-    longest = 0;
+    int64_t longest = 0;
     for (int64_t i = 0; i < batch; ++i) {
-        const int64_t length = int64_t(values[i + 1]) - values[i];
-        check(length >= 0, name, " decreases from ", values[i], " to ", values[i + 1], " at index ", i + 1,
-              "; it must never decrease");
-        longest = length > longest ? length : longest;
+        check(values[i + 1] >= values[i], name, " decreases from ", values[i], " to ", values[i + 1],
+              " at index ", i + 1, "; it must never decrease");
+        longest = std::max(longest, values[i + 1] - values[i]);
     }
     check(values[batch] <= total, name, " ends at ", values[batch], ", but there are only ", total, " rows");
-    return values;
+    return longest;
 }
 
 void Arguments::set_sequences(const Options& options) {
@@ -129,12 +129,21 @@ void Arguments::set_sequences(const Options& options) {
           "; they must be as many");
     check(options.max_seqlen_q >= 0 && options.max_seqlen_k >= 0, "max_seqlen_q is ", options.max_seqlen_q,
           " and max_seqlen_k ", options.max_seqlen_k, "; they must not be negative");
-    problem.cu_seqlens_q = offsets("cu_seqlens_q", *options.cu_seqlens_q, problem.rows_q, problem.seqlen_q);
-    problem.cu_seqlens_k = offsets("cu_seqlens_k", *options.cu_seqlens_k, problem.rows_k, problem.seqlen_k);
-    check(problem.seqlen_q <= options.max_seqlen_q, "max_seqlen_q is ", options.max_seqlen_q,
-          ", but cu_seqlens_q has a sequence of ", problem.seqlen_q);
-    check(problem.seqlen_k <= options.max_seqlen_k, "max_seqlen_k is ", options.max_seqlen_k,
-          ", but cu_seqlens_k has a sequence of ", problem.seqlen_k);
+    const auto set = [&](const char* name, const Tensor& tensor, const char* max_name, int64_t max_seqlen,
+                         int64_t rows, const int32_t*& cu_seqlens, int64_t& seqlen) {
+        cu_seqlens = offsets(name, tensor);
+        // On a GPU the longest length is as given, and the kernels clamp the offsets: reading them here would
+        // wait for all work before.
+        seqlen = std::min(max_seqlen, rows);
+        if (!q_.is_cpu()) return;
+        seqlen = longest_sequence(name, tensor, rows);
+        check(seqlen <= max_seqlen, max_name, " is ", max_seqlen, ", but ", name, " has a sequence of ",
+              seqlen);
+    };
+    set("cu_seqlens_q", *options.cu_seqlens_q, "max_seqlen_q", options.max_seqlen_q, problem.rows_q,
+        problem.cu_seqlens_q, problem.seqlen_q);
+    set("cu_seqlens_k", *options.cu_seqlens_k, "max_seqlen_k", options.max_seqlen_k, problem.rows_k,
+        problem.cu_seqlens_k, problem.seqlen_k);
     problem.batch = options.cu_seqlens_q->numel() - 1;
 }
 
@@ -150,11 +159,11 @@ void Arguments::set_scores(const Options& options) {
     if (!options.alibi_slopes) return;
     const Tensor& slopes = *options.alibi_slopes;
     check_dtype("alibi_slopes", slopes, ScalarType::Float, "");
-    check_device("alibi_slopes", slopes);
+    check_device("alibi_slopes", slopes, q_);
     const bool per_batch = slopes.dim() == 2;
     check((slopes.dim() == 1 || (per_batch && slopes.size(0) == problem.batch)) &&
               slopes.size(slopes.dim() - 1) == problem.heads_q,
-          "alibi_slopes has shape ", shape_of(slopes), "; it must be [", problem.heads_q, "] (heads) or [",
+          "alibi_slopes has shape ", ShapeOf{slopes}, "; it must be [", problem.heads_q, "] (heads) or [",
           problem.batch, ", ", problem.heads_q, "] (batch, heads)");
     kept_.push_back(torch::stable::contiguous(slopes));
     problem.alibi_slopes = kept_.back().const_data_ptr<float>();
@@ -170,7 +179,7 @@ void Arguments::set_dropout(const Options& options) {
     check(options.rng_state.has_value(), "dropout_p is ", options.dropout_p, ", so rng_state must be given");
     check_dtype("rng_state", *options.rng_state, ScalarType::Long, "");
     check_shape("rng_state", *options.rng_state, {2});
-    check_device("rng_state", *options.rng_state);
+    check_device("rng_state", *options.rng_state, q_);
     kept_.push_back(torch::stable::contiguous(*options.rng_state));
     problem.rng_state = kept_.back().const_data_ptr<int64_t>();
     const double threshold = std::round(options.dropout_p * 65536);
@@ -190,12 +199,12 @@ BlockLists Arguments::block_lists(const char* axis, const OptionalTensor& counts
     for (const auto& [part, tensor] : {std::pair{"counts", &*counts}, {"indices", &*indices}}) {
         const std::string name = std::string("the mask's ") + axis + " block " + part;
         check_dtype(name.c_str(), *tensor, ScalarType::Int, "");
-        check_device(name.c_str(), *tensor);
+        check_device(name.c_str(), *tensor, q_);
         check(tensor->dim() == (tensor == &*counts ? 3 : 4) &&
                   (tensor->size(0) == 1 || tensor->size(0) == problem.batch) &&
                   (tensor->size(1) == 1 || tensor->size(1) == problem.heads_q) &&
                   tensor->size(2) == block_rows,
-              name, " have shape ", shape_of(*tensor), "; they must be [1 or ", problem.batch, ", 1 or ",
+              name, " have shape ", ShapeOf{*tensor}, "; they must be [1 or ", problem.batch, ", 1 or ",
               problem.heads_q, ", ", block_rows, "...] for blocks of ", row_block, " and ", rows, " rows");
     }
     check_shape("the mask's block indices", *indices,
@@ -209,7 +218,7 @@ BlockLists Arguments::block_lists(const char* axis, const OptionalTensor& counts
     lists.capacity = capacity;
     lists.row_block = row_block;
     lists.column_block = column_block;
-    check_block_indices(axis, lists, counts->numel());
+    if (q_.is_cpu()) check_block_indices(axis, lists, counts->numel());
     return lists;
 }
 
@@ -254,20 +263,6 @@ Tensor Arguments::new_statistics() const {
 RowStatistics Arguments::statistics_of(const Tensor& tensor) const {
     const int64_t head_stride = problem.rows_q;
     return {tensor.data_ptr(), packed() ? 0 : problem.heads_q * head_stride, head_stride};
-}
-
-CpuThreads::CpuThreads(const Tensor& like, size_t scratch_bytes) {
-    threads_.count = torch::stable::get_num_threads();
-    threads_.scratch_bytes = scratch_bytes;
-    scratch_ =
-        torch::stable::new_empty(like, {int64_t(scratch_bytes) * threads_.count + 64}, ScalarType::Byte);
-    const auto address = reinterpret_cast<uintptr_t>(scratch_.data_ptr());
-    threads_.scratch = reinterpret_cast<char*>((address + 63) / 64 * 64);
-    threads_.parallel_for = [](int64_t begin, int64_t end, int64_t grain, cpu::Threads::Body body,
-                               void* context) {
-        torch::stable::parallel_for(begin, end, grain,
-                                    [&](int64_t first, int64_t last) { body(first, last, context); });
-    };
 }
 
 }  // namespace flash

@@ -8,7 +8,6 @@
 
 #include <optional>
 
-#include "../cpu/parallel.h"
 #include "../problem.h"
 
 namespace flash {
@@ -56,21 +55,11 @@ class Arguments {
     BlockLists block_lists(const char* axis, const OptionalTensor& counts, const OptionalTensor& indices,
                            int64_t row_block, int64_t column_block, int64_t rows, int64_t columns);
     void check_block_indices(const char* axis, const BlockLists& lists, int64_t block_rows) const;
-    const int32_t* offsets(const char* name, const Tensor& tensor, int64_t total, int64_t& longest);
+    const int32_t* offsets(const char* name, const Tensor& tensor);
+    int64_t longest_sequence(const char* name, const Tensor& tensor, int64_t total) const;
 
     Tensor q_, k_, v_;
     std::vector<Tensor> kept_;
-};
-
-// Scratch memory from torch's allocator and torch's own threads.
-class CpuThreads {
-  public:
-    CpuThreads(const Tensor& like, size_t scratch_bytes);
-    const cpu::Threads& threads() const { return threads_; }
-
-  private:
-    Tensor scratch_;
-    cpu::Threads threads_;
 };
 
 }  // namespace flash

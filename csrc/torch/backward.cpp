@@ -1,13 +1,13 @@
-#include "../engine.h"
 #include "checks.h"
+#include "execution.h"
 #include "operators.h"
 
 namespace flash {
 namespace {
 
-void check_statistics(const char* name, const Tensor& tensor, const Arguments& arguments) {
+void check_statistics(const char* name, const Tensor& tensor, const Tensor& q, const Arguments& arguments) {
     const ForwardProblem& problem = arguments.problem;
-    check_device(name, tensor);
+    check_device(name, tensor, q);
     check_dtype(name, tensor, arguments.accumulation_dtype(), "");
     if (arguments.packed())
         check_shape(name, tensor, {problem.heads_q, problem.rows_q});
@@ -23,17 +23,17 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(Tensor dout, OptionalTenso
     Arguments arguments(q, k, v, FLASH_OPTION_ARGUMENTS);
     BackwardProblem problem{};
     for (const auto& [name, tensor] : {std::pair{"dout", &dout}, {"out", &out}}) {
-        check_device(name, *tensor);
+        check_device(name, *tensor, q);
         check_dtype(name, *tensor, q.scalar_type(), " as q is");
         if (arguments.packed())
             check_shape(name, *tensor, {q.size(0), q.size(1), v.size(2)});
         else
             check_shape(name, *tensor, {q.size(0), q.size(1), q.size(2), v.size(3)});
     }
-    check_statistics("lse", lse, arguments);
+    check_statistics("lse", lse, q, arguments);
     lse = torch::stable::contiguous(lse);
     if (dlse) {
-        check_statistics("dlse", *dlse, arguments);
+        check_statistics("dlse", *dlse, q, arguments);
         dlse = torch::stable::contiguous(*dlse);
         problem.dlse = arguments.statistics_of(*dlse);
     }
@@ -44,13 +44,17 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(Tensor dout, OptionalTenso
     Tensor dq = arguments.new_rows_like(q, problem.forward.head_dim);
     Tensor dk = arguments.new_rows_like(k, problem.forward.head_dim);
     Tensor dv = arguments.new_rows_like(v, problem.forward.head_dim_v);
+    if (problem.forward.rows_q == 0 || problem.forward.rows_k == 0) {
+        for (Tensor* gradient : {&dq, &dk, &dv}) torch::stable::zero_(*gradient);
+        return {dq, dk, dv};
+    }
     problem.dq = arguments.view(dq);
     problem.dk = arguments.view(dk);
     problem.dv = arguments.view(dv);
     const Tensor delta = arguments.new_statistics();
     problem.delta = arguments.statistics_of(delta);
-    const Plan plan = choose(problem);
-    run(plan, problem, CpuThreads(q, plan.scratch_bytes).threads());
+    problem.deterministic = deterministic;
+    execute(problem, q);
     return {dq, dk, dv};
 }
 

@@ -4,6 +4,7 @@
 
 #include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
 #include <charconv>
 #include <stdexcept>
 #include <string>
@@ -52,25 +53,40 @@ inline std::string name_of(ScalarType dtype) {
     }
 }
 
-inline std::string shape_of(const Tensor& tensor) {
-    std::string shape = "[";
-    for (const int64_t size : tensor.sizes()) shape += (shape.size() > 1 ? ", " : "") + std::to_string(size);
-    return shape + "]";
+// What a message says of a tensor, spelt out only where the message is thrown: small calls are short enough
+// for their checks to count.
+struct ShapeOf {
+    const Tensor& tensor;
+};
+struct DtypeAndShapeOf {
+    const Tensor& tensor;
+};
+struct DeviceOf {
+    const Tensor& tensor;
+};
+
+inline std::string text(const ShapeOf& shape) {
+    std::string listed = "[";
+    for (const int64_t size : shape.tensor.sizes())
+        listed += (listed.size() > 1 ? ", " : "") + std::to_string(size);
+    return listed + "]";
 }
 
-inline std::string describe(const Tensor& tensor) {
-    return name_of(tensor.scalar_type()) + " " + shape_of(tensor);
+inline std::string text(const DtypeAndShapeOf& both) {
+    return name_of(both.tensor.scalar_type()) + " " + text(ShapeOf{both.tensor});
+}
+
+inline std::string text(const DeviceOf& device) {
+    if (device.tensor.is_cpu()) return "cpu";
+    return (device.tensor.is_cuda() ? "cuda:" : "device ") + std::to_string(device.tensor.get_device_index());
 }
 
 inline void check_shape(const char* name, const Tensor& tensor, std::initializer_list<int64_t> expected) {
-    bool equal = tensor.dim() == int64_t(expected.size());
-    int64_t dim = 0;
+    const auto sizes = tensor.sizes();
+    if (std::equal(sizes.begin(), sizes.end(), expected.begin(), expected.end())) return;
     std::string wanted = "[";
-    for (const int64_t size : expected) {
-        equal = equal && tensor.size(dim++) == size;
-        wanted += (wanted.size() > 1 ? ", " : "") + std::to_string(size);
-    }
-    check(equal, name, " has shape ", shape_of(tensor), "; it must be ", wanted, "]");
+    for (const int64_t size : expected) wanted += (wanted.size() > 1 ? ", " : "") + std::to_string(size);
+    check(false, name, " has shape ", ShapeOf{tensor}, "; it must be ", wanted, "]");
 }
 
 inline void check_dtype(const char* name, const Tensor& tensor, ScalarType expected, const char* why) {
@@ -78,8 +94,9 @@ inline void check_dtype(const char* name, const Tensor& tensor, ScalarType expec
           name_of(expected), why);
 }
 
-inline void check_device(const char* name, const Tensor& tensor) {
-    check(tensor.is_cpu(), name, " is not on the CPU, but q is; all tensors must be on one device");
+inline void check_device(const char* name, const Tensor& tensor, const Tensor& q) {
+    check(tensor.device() == q.device(), name, " is on ", DeviceOf{tensor}, " and q on ", DeviceOf{q},
+          "; all tensors must be on one device");
 }
 
 }  // namespace flash

@@ -1,5 +1,4 @@
-#include "../engine.h"
-#include "checks.h"
+#include "execution.h"
 #include "operators.h"
 
 namespace flash {
@@ -11,8 +10,7 @@ std::tuple<Tensor, Tensor> attention_forward(Tensor q, Tensor k, Tensor v, FLASH
     Tensor lse = arguments.new_statistics();
     problem.out = arguments.view(out);
     problem.lse = arguments.statistics_of(lse);
-    const Plan plan = choose(problem);
-    run(plan, problem, CpuThreads(q, plan.scratch_bytes).threads());
+    execute(problem, q);
     return {out, lse};
 }
 

@@ -1,10 +1,6 @@
-// Operator schemas, their registration through LibTorch's stable ABI, and the pybind11 module for what needs
-// no tensor.
-#include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
+// Operator schemas and their registration through LibTorch's stable ABI.
 #include <torch/csrc/stable/library.h>
 
-#include "../engine.h"
 #include "operators.h"
 
 // Dense: q [B, Sq, H, D], k [B, Sk, Hk, D], v [B, Sk, Hk, Dv]. Packed: [T, H, D] with cu_seqlens_* int32 [B +
@@ -28,29 +24,15 @@ STABLE_TORCH_LIBRARY(flash_attn, library) {
     library.def("attention_probabilities(Tensor q, Tensor k, Tensor v, " FLASH_OPTIONS ") -> Tensor");
 }
 
+// One implementation for both: it goes by q's device. In a build without GPU engines it says so.
 STABLE_TORCH_LIBRARY_IMPL(flash_attn, CPU, library) {
     library.impl("attention_forward", TORCH_BOX(&flash::attention_forward));
     library.impl("attention_backward", TORCH_BOX(&flash::attention_backward));
     library.impl("attention_probabilities", TORCH_BOX(&flash::attention_probabilities));
 }
 
-PYBIND11_MODULE(_C, module) {
-    module.doc() = "flash_attn's operators (registered as torch.ops.flash_attn) and what this binary holds.";
-    module.def(
-        "engines",
-        [] {
-            pybind11::list reports;
-            for (const flash::EngineReport& report : flash::engines()) {
-                pybind11::dict entry;
-                entry["name"] = report.name;
-                entry["configuration"] = report.configuration;
-                entry["usable"] = report.usable;
-                entry["chosen"] = report.chosen;
-                entry["why_not"] = report.why_not;
-                reports.append(entry);
-            }
-            return reports;
-        },
-        "Engines and configurations compiled in, best first: name, configuration, usable, chosen, why_not.");
-    module.attr("compiler") = __VERSION__;
+STABLE_TORCH_LIBRARY_IMPL(flash_attn, CUDA, library) {
+    library.impl("attention_forward", TORCH_BOX(&flash::attention_forward));
+    library.impl("attention_backward", TORCH_BOX(&flash::attention_backward));
+    library.impl("attention_probabilities", TORCH_BOX(&flash::attention_probabilities));
 }

@@ -16,12 +16,11 @@ namespace flash {
         OptionalTensor query_block_indices, int64_t block_size_q, int64_t block_size_k, double dropout_p, \
         double softmax_scale, int64_t window_size_left, int64_t window_size_right, double softcap,        \
         bool deterministic
-#define FLASH_OPTION_ARGUMENTS                                                                             \
-    {                                                                                                      \
-        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, alibi_slopes, rng_state, key_block_counts, \
-            key_block_indices, query_block_counts, query_block_indices, block_size_q, block_size_k,        \
-            dropout_p, softmax_scale, window_size_left, window_size_right, softcap, deterministic          \
-    }
+#define FLASH_OPTION_ARGUMENTS                                                                        \
+    {cu_seqlens_q,      cu_seqlens_k,     max_seqlen_q,      max_seqlen_k,       alibi_slopes,        \
+     rng_state,         key_block_counts, key_block_indices, query_block_counts, query_block_indices, \
+     block_size_q,      block_size_k,     dropout_p,         softmax_scale,      window_size_left,    \
+     window_size_right, softcap,          deterministic}
 
 std::tuple<Tensor, Tensor> attention_forward(Tensor q, Tensor k, Tensor v, FLASH_OPTION_PARAMETERS);
 
@@ -30,7 +29,7 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(Tensor dout, OptionalTenso
                                                       FLASH_OPTION_PARAMETERS);
 
 // exp(score - the row's maximum score) as [B, H, Sq, Sk] with both lengths rounded up to 128 (packed: of the
-// longest sequences); negative where dropout drops it, 0 where nothing is visible.
+// longest sequences); negative where dropout drops it, 0 where nothing is visible. Always made on the CPU.
 Tensor attention_probabilities(Tensor q, Tensor k, Tensor v, FLASH_OPTION_PARAMETERS);
 
 }  // namespace flash

@@ -4,10 +4,30 @@
 #include "operators.h"
 
 namespace flash {
+namespace {
+
+Tensor on_cpu(const Tensor& tensor) {
+    return torch::stable::to(tensor, torch::stable::Device(torch::headeronly::DeviceType::CPU));
+}
+
+OptionalTensor on_cpu(const OptionalTensor& tensor) {
+    return tensor ? OptionalTensor(on_cpu(*tensor)) : tensor;
+}
+
+}  // namespace
 
 Tensor attention_probabilities(Tensor q, Tensor k, Tensor v, FLASH_OPTION_PARAMETERS) {
     const ScalarType dtype = q.scalar_type();
     Arguments(q, k, v, FLASH_OPTION_ARGUMENTS);  // what the user gave, checked as given
+    if (!q.is_cpu()) {
+        const Tensor result = attention_probabilities(
+            on_cpu(q), on_cpu(k), on_cpu(v), on_cpu(cu_seqlens_q), on_cpu(cu_seqlens_k), max_seqlen_q,
+            max_seqlen_k, on_cpu(alibi_slopes), on_cpu(rng_state), on_cpu(key_block_counts),
+            on_cpu(key_block_indices), on_cpu(query_block_counts), on_cpu(query_block_indices), block_size_q,
+            block_size_k, dropout_p, softmax_scale, window_size_left, window_size_right, softcap,
+            deterministic);
+        return torch::stable::to(result, q.device());
+    }
     q = torch::stable::to(q, ScalarType::Double);
     k = torch::stable::to(k, ScalarType::Double);
     v = torch::stable::to(v, ScalarType::Double);

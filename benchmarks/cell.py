@@ -1,0 +1,49 @@
+"""What one row of a table measures: a pass, a shape and a mask."""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Cell:
+    direction: str  # "forward" or "backward"
+    dtype: str
+    seqlen: int
+    head_dim: int
+    mask: str  # "full", "causal" or "window"
+    left: int  # keys before its own that a query sees, for "window"
+    batch: int
+    heads: int
+
+    @property
+    def scores(self):
+        """Visible (query, key) pairs of one head."""
+        if self.mask == "window":
+            return sum(min(i, self.left) + 1 for i in range(self.seqlen))
+        return self.seqlen**2 / (2 if self.mask == "causal" else 1)
+
+    @property
+    def flops(self):
+        forward = 4 * self.batch * self.heads * self.scores * self.head_dim
+        return forward * (2.5 if self.direction == "backward" else 1)
+
+    @property
+    def tensor_bytes(self):
+        """Of q, as of k, v, out and each gradient."""
+        elements = self.batch * self.seqlen * self.heads * self.head_dim
+        return elements * getattr(torch, self.dtype).itemsize
+
+    @property
+    def label(self):
+        mask = f"window {self.left}" if self.mask == "window" else self.mask
+        return (f"{self.direction:8} {self.dtype:8} S={self.seqlen:<5} D={self.head_dim:<3} {mask:10} "
+                f"B={self.batch:<2} H={self.heads:<2}")
+
+    def visible(self, queries, device):
+        """Positions [n] -> bool [n, seqlen]: which keys each query sees."""
+        distance = queries.to(device)[:, None] - torch.arange(self.seqlen, device=device)
+        if self.mask == "full":
+            return torch.ones_like(distance, dtype=torch.bool)
+        nearest = distance >= 0
+        return nearest & (distance <= self.left) if self.mask == "window" else nearest

@@ -1,0 +1,114 @@
+"""Everything that the benchmarks compare: one line a name in IMPLEMENTATIONS.
+
+fa2 and cudnn are torch's scaled_dot_product_attention held to that backend, on the [B, S, H, D] tensors that
+users of flash_attn have (torch gets transposed views, which both backends read in place). fa3 is
+FlashAttention-3's compiled operators, if the environment variable FA3_LIBRARY names the shared library.
+"""
+
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import flash_attn
+
+OURS = "flash_attn"
+DETERMINISTIC = "deterministic"  # ours too, with deterministic=True
+
+
+@dataclass(frozen=True)
+class Implementation:
+    layout: str  # "bshd" or "bhsd": the axes of q, k, v and out
+    build: Callable  # build(cell, device) -> attend(q, k, v) -> out
+    devices: tuple = ("cpu", "cuda")
+    directions: tuple = ("forward", "backward")
+    available: Callable = lambda: True
+
+
+def _flash_attn(cell, device, **options):
+    window_size = (cell.left, 0) if cell.mask == "window" else (-1, -1)
+    causal = cell.mask != "full"
+    return lambda q, k, v: flash_attn.flash_attn_func(q, k, v, causal=causal, window_size=window_size,
+                                                      **options)
+
+
+def _deterministic(cell, device):
+    return _flash_attn(cell, device, deterministic=True)
+
+
+def _sdpa(cell, device):
+    mask = cell.visible(torch.arange(cell.seqlen), device) if cell.mask == "window" else None
+    causal = cell.mask == "causal"
+    return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
+
+
+def _sdpa_backend(backend):
+    def build(cell, device):
+        attend = _sdpa(cell, device)
+
+        def attend_in_place(q, k, v):
+            with sdpa_kernel(backend):
+                return attend(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
+
+        return attend_in_place
+
+    return build
+
+
+class _Fa3(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, options):
+        out, lse, *_ = torch.ops.flash_attn_3.fwd(q, k, v, **options)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.options = options
+        return out
+
+    @staticmethod
+    def backward(ctx, dout):
+        q, k, v, out, lse = ctx.saved_tensors
+        # Given, because what the operator returns differs between versions.
+        gradients = dq, dk, dv = [torch.empty_like(x) for x in (q, k, v)]
+        torch.ops.flash_attn_3.bwd(dout, q, k, v, out, lse, dq=dq, dk=dk, dv=dv, **ctx.options)
+        return *gradients, None
+
+
+def _fa3(cell, device):
+    torch.ops.load_library(os.environ["FA3_LIBRARY"])
+    options = {"softmax_scale": cell.head_dim**-0.5, "is_causal": cell.mask == "causal"}
+    if cell.mask == "window":
+        options |= {"window_size_left": cell.left, "window_size_right": 0}
+    return lambda q, k, v: _Fa3.apply(q, k, v, options)
+
+
+def _standard(cell, device):
+    """Algorithm 0: the whole score matrix, in the inputs' dtype."""
+    def attend(q, k, v):
+        scores = (q / math.sqrt(q.shape[-1])) @ k.transpose(-2, -1)
+        if cell.mask != "full":
+            hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=device).triu_(1)
+            if cell.mask == "window":
+                hidden |= torch.ones_like(hidden).tril_(-cell.left - 1)
+            scores = scores.masked_fill(hidden, -math.inf)
+        return scores.softmax(dim=-1) @ v
+
+    return attend
+
+
+IMPLEMENTATIONS = {
+    OURS: Implementation("bshd", _flash_attn),
+    DETERMINISTIC: Implementation("bshd", _deterministic, directions=("backward",)),
+    "sdpa": Implementation("bhsd", _sdpa),
+    "fa2": Implementation("bshd", _sdpa_backend(SDPBackend.FLASH_ATTENTION), ("cuda",)),
+    "cudnn": Implementation("bshd", _sdpa_backend(SDPBackend.CUDNN_ATTENTION), ("cuda",)),
+    "fa3": Implementation("bshd", _fa3, ("cuda",), available=lambda: "FA3_LIBRARY" in os.environ),
+    "standard": Implementation("bhsd", _standard),
+}
+
+
+def in_layout(tensor, layout):
+    """[B, S, H, D], or [B, H, S, D] where the layout says so (its own inverse), contiguous."""
+    return tensor.transpose(1, 2).contiguous() if layout == "bhsd" else tensor.contiguous()

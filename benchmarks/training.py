@@ -1,0 +1,134 @@
+"""GPT-2 of examples/train_gpt2.py with each attention in one run: tokens/s, peak memory, loss.
+
+    python benchmarks/training.py --size gpt2 --device cuda --json results.json
+    python benchmarks/training.py --attentions flash standard --steps 20      # the tiny one, on a CPU
+
+One attention after the other, each from the same initial weights, through the same windows of the same text;
+every option of the example is an option here. tokens/s is from the median step. The loss is the mean of the
+last tenth of the steps, the held-out loss that of the example; "from standard" is the largest distance
+between two training losses of a step, to compare with that of sdpa: rounding alone moves the curves apart.
+"""
+
+import argparse
+import contextlib
+import gc
+import importlib.util
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+import report
+from machine import machine
+
+EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "train_gpt2.py"
+WARM_UP_STEPS = 5  # left out of tokens/s: compiling, tuning, first allocations
+
+
+def load_example():
+    spec = importlib.util.spec_from_file_location("train_gpt2", EXAMPLE)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def train(example, args, vocabulary, train_tokens, held_out_tokens):
+    """One attention's row of the table, with every step's loss and seconds."""
+    on_gpu = args.device.startswith("cuda")
+    if on_gpu:
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    trainer = example.Trainer(args, vocabulary.size, train_tokens, held_out_tokens)
+    for _ in range(args.steps):
+        trainer.train_step()
+    losses = example.column(trainer.history, "train_loss")
+    measured = max(1, args.steps - WARM_UP_STEPS)
+    return {
+        "parameters": trainer.parameters,
+        "tokens_per_step": trainer.tokens_per_step,
+        "tokens_per_second": trainer.tokens_per_second(last=measured),
+        # Not of a CPU's process: what one attention frees, the next one finds.
+        "peak_memory_bytes": torch.cuda.max_memory_allocated() if on_gpu else None,
+        "train_loss": statistics.fmean(losses[-max(1, len(losses) // 10):]),
+        "held_out_loss": trainer.held_out_loss(),
+        "train_losses": losses,
+        "step_seconds": example.column(trainer.history, "step_seconds"),
+    }
+
+
+def table(rows):
+    yield (f"{'attention':12}{'tokens/s':>12}{'/ standard':>12}{'peak GB':>10}{'loss':>10}{'held out':>10}"
+           f"{'from standard':>15}")
+    standard = rows.get("standard")
+    for name, row in rows.items():
+        speed = f"{row['tokens_per_second'] / standard['tokens_per_second']:.2f}" if standard else "-"
+        distance = "-"
+        if standard:
+            pairs = zip(row["train_losses"], standard["train_losses"])
+            distance = f"{max(abs(a - b) for a, b in pairs):.4f}"
+        peak = f"{row['peak_memory_bytes'] / 1e9:.2f}" if row["peak_memory_bytes"] else "-"
+        yield (f"{name:12}{row['tokens_per_second']:12,.0f}{speed:>12}{peak:>10}{row['train_loss']:10.4f}"
+               f"{row['held_out_loss']:10.4f}{distance:>15}")
+
+
+def draw(results, figure):
+    """The losses, which must coincide: the first lies beneath, wide and solid, the others dashed."""
+    figure.set_size_inches(8, 5)
+    ax = figure.subplots()
+    for number, (name, row) in enumerate(results["attentions"].items()):
+        steps = range(1, len(row["train_losses"]) + 1)
+        line, width = ("--", 1.5) if number else ("-", 4)
+        ax.plot(steps, row["train_losses"], line, linewidth=width,
+                label=f"{name}, {row['tokens_per_second']:,.0f} tokens/s")
+    config = results["config"]
+    ax.set(xlabel="step", ylabel="training loss (nats per token)",
+           title=f"GPT-2 {config['size']}, {config['context']} tokens, {config['dtype']}, "
+                 f"{results['machine']['processor']}")
+    ax.grid(alpha=0.3)
+    ax.legend()
+
+
+def parse(arguments):
+    """-> this benchmark's options, and what the example shall parse."""
+    as_written = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=as_written)
+    parser.add_argument("--attentions", nargs="+", default=["flash", "sdpa", "standard"],
+                        choices=["flash", "sdpa", "standard"])
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--warmup", type=int, default=10, help="steps until the learning rate is at its top")
+    report.add_output_options(parser)
+    return parser.parse_known_args(arguments)
+
+
+def main(arguments=None):
+    options, others = parse(arguments)
+    if report.drawn_earlier_run(options, draw):
+        return
+    example, rows = load_example(), {}
+    with contextlib.ExitStack() as stack:
+        if "--out" not in others:  # where the example keeps the byte pairs that it learns from the text
+            others += ["--out", stack.enter_context(tempfile.TemporaryDirectory())]
+        others += ["--steps", str(options.steps), "--warmup", str(options.warmup)]
+        args = example.parse_arguments(others)
+        args.out.mkdir(parents=True, exist_ok=True)
+        begin = time.perf_counter()
+        loaded = vocabulary, train_tokens, held_out_tokens = example.load_tokens(args)
+        where = machine(torch.device(args.device).type)
+        print(f"{where['processor']}, torch {where['torch']}, flash_attn {where['flash_attn']}; "
+              f"gpt2-{args.size}, batch {args.batch} x {args.accumulate} of {args.context} tokens, "
+              f"{args.dtype}, {args.steps} steps; {len(train_tokens):,} training tokens of "
+              f"{vocabulary.size:,} kinds, ready in {time.perf_counter() - begin:.0f} s", flush=True)
+        for name in options.attentions:
+            args.attention, begin = name, time.perf_counter()
+            rows[name] = train(example, args, *loaded)
+            print(f"  {name}: {time.perf_counter() - begin:.0f} s", flush=True)
+    print(f"{rows[options.attentions[0]]['parameters']:,} parameters", *table(rows), sep="\n")
+    config = {name: value for name, value in vars(args).items() if name not in ("attention", "out")}
+    report.write({"machine": where, "config": config, "attentions": rows}, options, draw)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+#include "../launch.h"
+#include "rows.cuh"
+#include "rows.h"
+
+namespace flash::cuda {
+namespace {
+
+constexpr int kLanes = 8;  // a row of 64 16-bit elements is one 16-byte load a lane
+constexpr int kThreads = 256;
+
+template <DType dtype>
+__device__ float product(const typename ElementOf<dtype>::Bits* a, const typename ElementOf<dtype>::Bits* b,
+                         int columns, bool vectors) {
+    using Element = ElementOf<dtype>;
+    constexpr int kVector = 16 / sizeof(typename Element::Bits);
+    const int lane = threadIdx.x % kLanes;
+    float sum = 0;
+    if (vectors) {
+        for (int column = lane * kVector; column < columns; column += kLanes * kVector) {
+            typename Element::Bits x[kVector], y[kVector];
+            *reinterpret_cast<uint4*>(x) = *reinterpret_cast<const uint4*>(a + column);
+            *reinterpret_cast<uint4*>(y) = *reinterpret_cast<const uint4*>(b + column);
+#pragma unroll
+            for (int i = 0; i < kVector; ++i) sum += Element::to_float(x[i]) * Element::to_float(y[i]);
+        }
+    } else {
+        for (int column = lane; column < columns; column += kLanes)
+            sum += Element::to_float(a[column]) * Element::to_float(b[column]);
+    }
+#pragma unroll
+    for (int step = 1; step < kLanes; step *= 2) sum += __shfl_xor_sync(0xffffffff, sum, step);
+    return sum;
+}
+
+bool rows_are_vectors(const TensorView& view, int64_t head_dim, int64_t element_bytes) {
+    const int64_t elements = view.batch_stride | view.row_stride | view.head_stride | head_dim;
+    return (reinterpret_cast<uintptr_t>(view.data) | elements * element_bytes) % 16 == 0;
+}
+
+template <DType dtype>
+__global__ void __launch_bounds__(kThreads)
+    attention_delta(const __grid_constant__ BackwardProblem problem, bool vectors, int64_t batches) {
+    using Bits = typename ElementOf<dtype>::Bits;
+    const ForwardProblem& forward = problem.forward;
+    const HeadRow at = HeadRow::of_thread<kLanes>(batches, forward.rows_q, forward.heads_q);
+    const int64_t batch = at.exists ? at.batch : 0, row = at.exists ? at.row : 0;
+    const float sum = product<dtype>(row_of<const Bits>(forward.out, batch, row, at.head),
+                                     row_of<const Bits>(problem.dout, batch, row, at.head),
+                                     int(forward.head_dim_v), vectors);
+    if (!at.exists || threadIdx.x % kLanes != 0) return;
+    const bool seen = *statistics_of<const float>(forward.lse, at.batch, at.row, at.head) != -INFINITY;
+    const float dlse =
+        problem.dlse.data ? *statistics_of<const float>(problem.dlse, at.batch, at.row, at.head) : 0;
+    *statistics_of<float>(problem.delta, at.batch, at.row, at.head) = seen ? sum - dlse : 0;
+}
+
+}  // namespace
+
+void compute_delta(const BackwardProblem& problem, const Launch& launch) {
+    const ForwardProblem& forward = problem.forward;
+    const int64_t batches = forward.cu_seqlens_q ? 1 : forward.batch;
+    const int64_t rows = batches * forward.rows_q * forward.heads_q;
+    dispatch_dtype(forward.dtype, [&]<DType dtype>() {
+        const int64_t bytes = sizeof(typename ElementOf<dtype>::Bits);
+        const bool vectors = rows_are_vectors(forward.out, forward.head_dim_v, bytes) &&
+                             rows_are_vectors(problem.dout, forward.head_dim_v, bytes);
+        launch_kernel("attention_delta", attention_delta<dtype>, (rows * kLanes + kThreads - 1) / kThreads,
+                      kThreads, 0, launch, problem, vectors, batches);
+    });
+}
+
+}  // namespace flash::cuda

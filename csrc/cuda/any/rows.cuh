@@ -1,0 +1,48 @@
+// A group of lanes reads or writes a row of 16-bit or 32-bit elements, 16 bytes a lane where the rows allow
+// it.
+#pragma once
+
+#include "../../attention/sequence.h"
+#include "../tile/element.h"
+
+namespace flash::cuda {
+
+// Which row of which head a group of kLanes lanes works on, heads of a position next to each other as they
+// lie in memory.
+struct HeadRow {
+    int64_t batch, row, head;
+    bool exists;
+
+    template <int kLanes>
+    __device__ static HeadRow of_thread(int64_t batches, int64_t rows, int64_t heads) {
+        const int64_t index = (blockIdx.x * int64_t(blockDim.x) + threadIdx.x) / kLanes;
+        return {index / heads / rows, index / heads % rows, index % heads, index < batches * rows * heads};
+    }
+};
+
+template <DType dtype>
+struct ElementOf {
+    using Bits = uint16_t;
+    __device__ static float to_float(uint16_t bits) { return unpack<dtype>(bits).x; }
+    __device__ static uint16_t from_float(float x) { return uint16_t(pack<dtype>(x, 0)); }
+};
+
+template <>
+struct ElementOf<DType::float32> {
+    using Bits = float;
+    __device__ static float to_float(float x) { return x; }
+    __device__ static float from_float(float x) { return x; }
+};
+
+// Calls run.template operator()<dtype>() for a dtype that GPU engines know.
+template <class Run>
+void dispatch_dtype(DType dtype, const Run& run) {
+    if (dtype == DType::float16)
+        run.template operator()<DType::float16>();
+    else if (dtype == DType::bfloat16)
+        run.template operator()<DType::bfloat16>();
+    else
+        run.template operator()<DType::float32>();
+}
+
+}  // namespace flash::cuda

@@ -1,0 +1,17 @@
+// Small kernels around attention, one row of one head at a time; element types at run time.
+#pragma once
+
+#include "../kernel.h"
+
+namespace flash::cuda {
+
+// problem.delta = rowsum(dO * O) - dlse (docs/algorithm.md), 0 for rows that saw no key.
+void compute_delta(const BackwardProblem& problem, const Launch& launch);
+
+// out and lse from what each of `splits` blocks made of its share of the keys.
+// partial_out: float [splits, B, H, Sq, stride], averages over the share; partial_lse: float [splits, B, H,
+// Sq].
+void combine_splits(const ForwardProblem& problem, int splits, const float* partial_out, int64_t stride,
+                    const float* partial_lse, const Launch& launch);
+
+}  // namespace flash::cuda

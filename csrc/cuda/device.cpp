@@ -1,0 +1,60 @@
+#include "device.h"
+
+#if defined(FLASH_CUDA)
+#include <cuda_runtime_api.h>
+#endif
+
+namespace flash::cuda {
+namespace {
+
+#if defined(FLASH_CUDA)
+
+std::string decimal(int version) {  // of 13020
+    return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
+}
+
+std::string why_none(cudaError_t error) {
+    int driver = 0;
+    if (error != cudaErrorInsufficientDriver || cudaDriverGetVersion(&driver) != cudaSuccess)
+        return std::string("CUDA reports: ") + cudaGetErrorString(error);
+    if (driver == 0) return "this machine has no CUDA driver";
+    return "this build needs a driver of CUDA " + decimal(CUDART_VERSION) + ", this machine's is of CUDA " +
+           decimal(driver);
+}
+
+Devices query() {
+    Devices devices;
+    int count = 0;
+    cudaError_t error = cudaGetDeviceCount(&count);
+    for (int index = 0; error == cudaSuccess && index < count; ++index) {
+        const auto attribute = [&](cudaDeviceAttr name) {
+            int value = 0;
+            if (error == cudaSuccess) error = cudaDeviceGetAttribute(&value, name, index);
+            return value;
+        };
+        const int major = attribute(cudaDevAttrComputeCapabilityMajor);
+        const int minor = attribute(cudaDevAttrComputeCapabilityMinor);
+        devices.found.push_back({index, 10 * major + minor, attribute(cudaDevAttrMultiProcessorCount),
+                                 attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin)});
+    }
+    if (error == cudaSuccess) return devices;
+    cudaGetLastError();  // or the next launch would report it as its own
+    return {{}, why_none(error)};
+}
+
+#else
+
+Devices query() {
+    return {{}, "this build has only the CPU engine"};
+}
+
+#endif
+
+}  // namespace
+
+const Devices& devices() {
+    static const Devices asked = query();
+    return asked;
+}
+
+}  // namespace flash::cuda

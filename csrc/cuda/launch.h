@@ -1,0 +1,34 @@
+// Starting a kernel: its shared memory, its grid, and errors that say which kernel it was.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <stdexcept>
+#include <string>
+
+#include "kernel.h"
+
+namespace flash::cuda {
+
+inline void check(cudaError_t error, const char* what) {
+    if (error != cudaSuccess)
+        throw std::runtime_error(std::string("flash_attn: ") + what + ": " + cudaGetErrorString(error));
+}
+
+// Blocks are counted along x alone: y and z end at 65535.
+template <class... Parameters, class... Arguments>
+void launch_kernel(const char* name, void (*kernel)(Parameters...), int64_t blocks, int threads,
+                   int64_t shared_bytes, const Launch& launch, const Arguments&... arguments) {
+    if (blocks == 0) return;
+    if (blocks > 0x7fffffff)
+        throw std::runtime_error(std::string("flash_attn: ") + name + " needs " + std::to_string(blocks) +
+                                 " blocks; at most 2147483647 can be started");
+    if (shared_bytes > 48 * 1024)
+        check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared_bytes)),
+              name);
+    kernel<<<unsigned(blocks), threads, shared_bytes, static_cast<cudaStream_t>(launch.stream)>>>(
+        arguments...);
+    check(cudaGetLastError(), name);
+}
+
+}  // namespace flash::cuda

@@ -1,0 +1,172 @@
+#include "plan.h"
+
+#include <algorithm>
+#include <string_view>
+
+namespace flash::cuda {
+namespace {
+
+constexpr int kLowestCapability = 80;
+constexpr int kMostSplits = 128;
+
+std::string decimal(int capability) {
+    return std::to_string(capability / 10) + "." + std::to_string(capability % 10);
+}
+
+// Machine code runs on later chips of its generation, PTX on all later ones.
+bool compiled_for(int capability) {
+    for (const Architecture* built = architectures; built->capability; ++built)
+        if (built->capability <= capability && (built->ptx || built->capability / 10 == capability / 10))
+            return true;
+    return false;
+}
+
+int64_t larger_head_dim(const ForwardProblem& problem) {
+    return std::max(problem.head_dim, problem.head_dim_v);
+}
+
+template <class Kernel>
+const Kernel* first_fit(const Kernel* const* kernels, const ForwardProblem& problem, const Device& device) {
+    if (device.capability < kLowestCapability || !compiled_for(device.capability)) return nullptr;
+    for (; *kernels; ++kernels)
+        if ((*kernels)->dtype == problem.dtype && (*kernels)->head_dim >= larger_head_dim(problem) &&
+            (*kernels)->shared_bytes <= device.shared_bytes_per_block)
+            return *kernels;
+    return nullptr;
+}
+
+// "float16, bfloat16"
+template <class Kernel>
+std::string dtypes_of(const Kernel* const* kernels, std::string_view engine) {
+    std::string listed;
+    for (const DType dtype : {DType::float16, DType::bfloat16, DType::float32, DType::float64})
+        for (auto kernel = kernels; *kernel; ++kernel)
+            if (engine == (*kernel)->engine && (*kernel)->dtype == dtype) {
+                listed += (listed.empty() ? "" : ", ") + std::string(name_of(dtype));
+                break;
+            }
+    return listed;
+}
+
+template <class Kernel>
+std::string no_kernel_for(DType dtype, const Kernel* const* kernels, std::string_view engine) {
+    const std::string dtypes = dtypes_of(kernels, engine);
+    if (dtypes.empty()) return "it has no kernel for this pass";
+    return std::string("it has no kernel for ") + name_of(dtype) + ", only for " + dtypes;
+}
+
+// Why a kernel of the problem's dtype is not the chosen one.
+template <class Kernel>
+std::string reason_of(const Kernel& kernel, const Kernel* chosen, const ForwardProblem& problem,
+                      const Device& device) {
+    if (kernel.head_dim < larger_head_dim(problem))
+        return "it takes head dims up to " + std::to_string(kernel.head_dim) + ", here it is " +
+               std::to_string(larger_head_dim(problem));
+    if (kernel.shared_bytes > device.shared_bytes_per_block)
+        return "it needs " + std::to_string(kernel.shared_bytes) + " bytes of shared memory, this GPU has " +
+               std::to_string(device.shared_bytes_per_block);
+    return std::string(chosen->name) + " of " + chosen->engine + " comes first";
+}
+
+template <class Kernel>
+std::vector<WhyNot> refusals(const Kernel* const* kernels, const ForwardProblem& problem,
+                             const Device& device) {
+    std::vector<WhyNot> reasons;
+    const Kernel* const chosen = first_fit(kernels, problem, device);
+    const std::string no_device = why_not(device);
+    for (const std::string_view engine : engine_names()) {
+        bool has_dtype = false;
+        for (auto kernel = kernels; *kernel; ++kernel) {
+            if (engine != (*kernel)->engine || (*kernel)->dtype != problem.dtype) continue;
+            has_dtype = true;
+            if (*kernel != chosen && no_device.empty())
+                reasons.push_back(
+                    {(*kernel)->engine, (*kernel)->name, reason_of(**kernel, chosen, problem, device)});
+        }
+        if (!no_device.empty())
+            reasons.push_back({std::string(engine), "", no_device});
+        else if (!has_dtype)
+            reasons.push_back({std::string(engine), "", no_kernel_for(problem.dtype, kernels, engine)});
+    }
+    return reasons;
+}
+
+}  // namespace
+
+const char* name_of(DType dtype) {
+    constexpr const char* names[] = {"float16", "bfloat16", "float32", "float64"};
+    return names[int(dtype)];
+}
+
+const ForwardKernel* kernel_for(const ForwardProblem& problem, const Device& device) {
+    return first_fit(forward_kernels, problem, device);
+}
+
+const BackwardKernel* kernel_for(const BackwardProblem& problem, const Device& device) {
+    return first_fit(backward_kernels, problem.forward, device);
+}
+
+int splits_for(int64_t blocks, int64_t key_tiles, int multiprocessors) {
+    if (key_tiles <= 4 || blocks * 10 >= int64_t(multiprocessors) * 8 || blocks == 0) return 1;
+    const int64_t most = std::min<int64_t>({kMostSplits, multiprocessors, key_tiles});
+    // The share of the device that works, over all waves of blocks; the last one may be short.
+    const auto efficiency = [&](int64_t splits) {
+        const double waves = double(blocks * splits) / multiprocessors;
+        return waves / double((blocks * splits + multiprocessors - 1) / multiprocessors);
+    };
+    const auto tiles_each = [&](int64_t splits) { return (key_tiles + splits - 1) / splits; };
+    double best = 0;
+    for (int64_t splits = 1; splits <= most; ++splits) best = std::max(best, efficiency(splits));
+    for (int64_t splits = 1; splits <= most; ++splits)
+        // One more block that does not shorten the longest one only adds to what is combined.
+        if ((splits == 1 || tiles_each(splits) < tiles_each(splits - 1)) && efficiency(splits) >= 0.85 * best)
+            return int(splits);
+    return 1;
+}
+
+int splits_of(const ForwardProblem& problem, const ForwardKernel& kernel, const Device& device) {
+    // Partial results are laid out by dense positions, and the share of each block is a range of all keys: a
+    // window or a list that leaves most of them out would leave most blocks idle.
+    const bool windowed = problem.window_left >= 0 && problem.window_left < problem.seqlen_k;
+    if (problem.cu_seqlens_q || problem.key_blocks.counts || windowed) return 1;
+    const int64_t query_tiles = (problem.seqlen_q + kernel.query_tile - 1) / kernel.query_tile;
+    const int64_t key_tiles = (problem.seqlen_k + kernel.key_tile - 1) / kernel.key_tile;
+    return splits_for(query_tiles * problem.heads_q * problem.batch, key_tiles, device.multiprocessors);
+}
+
+std::vector<WhyNot> why_not(const ForwardProblem& problem, const Device& device) {
+    return refusals(forward_kernels, problem, device);
+}
+
+std::vector<WhyNot> why_not(const BackwardProblem& problem, const Device& device) {
+    return refusals(backward_kernels, problem.forward, device);
+}
+
+std::string why_not(const Device& device) {
+    if (device.capability < kLowestCapability)
+        return "it needs a GPU of compute capability " + decimal(kLowestCapability) + ", this one has " +
+               decimal(device.capability);
+    if (!compiled_for(device.capability))
+        return "it was compiled for " + architecture_list() + ", which this GPU of " +
+               decimal(device.capability) +
+               " can't run; build with FLASH_ATTN_CUDA_ARCHS=" + std::to_string(device.capability);
+    return "";
+}
+
+std::vector<const char*> engine_names() {
+    std::vector<const char*> names;
+    for (auto kernel = forward_kernels; *kernel; ++kernel)
+        if (std::none_of(names.begin(), names.end(),
+                         [&](std::string_view name) { return name == (*kernel)->engine; }))
+            names.push_back((*kernel)->engine);
+    return names;
+}
+
+std::string architecture_list() {
+    std::string listed;
+    for (const Architecture* built = architectures; built->capability; ++built)
+        listed += (listed.empty() ? "" : ", ") + decimal(built->capability) + (built->ptx ? "+PTX" : "");
+    return listed;
+}
+
+}  // namespace flash::cuda

@@ -1,0 +1,111 @@
+// One row of the kernel table and one element type, compiled into the kernels of each feature set.
+#include "../any/rows.h"
+#include "../launch.h"
+#include "backward.cuh"
+#include "query_gradient.cuh"
+
+namespace flash::cuda {
+namespace sm80 {
+namespace {
+
+constexpr DType kDType = DType::FLASH_DTYPE;
+constexpr BackwardConfiguration kConfiguration FLASH_CONFIGURATION;
+constexpr int kThreads = kConfiguration.warps * 32;
+constexpr int64_t kSharedBytes = sizeof(BackwardShared<kConfiguration>);
+constexpr QueryGradientConfiguration kQueryWalk = query_gradient_configuration(kConfiguration.head_dim);
+constexpr int kDqBytes = kConfiguration.query_tile * kConfiguration.head_dim * 2;
+
+template <Features features>
+__global__ void __launch_bounds__(kThreads, kConfiguration.blocks)
+    attention_backward(const __grid_constant__ BackwardProblem problem, float* dq_sums) {
+    extern __shared__ __align__(128) char memory[];
+    auto& shared = *reinterpret_cast<BackwardShared<kConfiguration>*>(memory);
+    if (threadIdx.x == 0) {
+        const RowTiling tiling = RowTiling::of_keys(problem.forward, kConfiguration.key_tile);
+        const RowTile tile = tiling(blockIdx.x, problem.forward, false, false);
+        BackwardPlan<kConfiguration>(problem, shared, dq_sums).start(tile);
+    }
+    __syncthreads();
+    if (shared.tile.rows.empty()) return;
+    BackwardTile<kDType, kConfiguration, features>(problem, shared, dq_sums).run();
+}
+
+__global__ void __launch_bounds__(kThreads)
+    finish_dq(const __grid_constant__ BackwardProblem problem, const float* dq_sums) {
+    extern __shared__ __align__(128) char memory[];
+    const RowTiling tiling = RowTiling::of_queries(problem.forward, kConfiguration.query_tile);
+    const RowTile tile = tiling(blockIdx.x, problem.forward, true, false);
+    if (tile.rows.empty()) return;
+    DqFinish<kDType, kConfiguration>::run(problem, tile, dq_sums, memory);
+}
+
+template <Features features>
+__global__ void __launch_bounds__(kQueryWalk.warps * 32)
+    query_gradient(const __grid_constant__ BackwardProblem problem) {
+    extern __shared__ __align__(128) char memory[];
+    auto& shared = *reinterpret_cast<QueryGradientShared<kQueryWalk>*>(memory);
+    if (threadIdx.x == 0) {
+        const RowTiling tiling = RowTiling::of_queries(problem.forward, kQueryWalk.query_tile);
+        shared.plan.start(problem.forward, tiling(blockIdx.x, problem.forward, true, true),
+                          {0, 1, nullptr, nullptr}, kQueryWalk.key_tile);
+    }
+    __syncthreads();
+    if (shared.plan.tile.rows.empty()) return;
+    QueryGradientTile<kDType, kQueryWalk, features>(problem, shared).run();
+}
+
+int64_t workspace_bytes(const BackwardProblem& problem) {
+    if (problem.deterministic) return 0;
+    return problem.forward.heads_q * DqSums::tiles(problem.forward, kConfiguration.query_tile) *
+           kConfiguration.query_tile * kConfiguration.head_dim * sizeof(float);
+}
+
+template <Features features>
+void launch_features(const BackwardProblem& problem, const Launch& launch) {
+    compute_delta(problem, launch);
+    float* dq_sums = problem.deterministic ? nullptr : static_cast<float*>(launch.workspace);
+    if (dq_sums)
+        check(cudaMemsetAsync(dq_sums, 0, workspace_bytes(problem), static_cast<cudaStream_t>(launch.stream)),
+              FLASH_KERNEL_NAME);
+    const int64_t key_tiles = RowTiling::of_keys(problem.forward, kConfiguration.key_tile).count();
+    launch_kernel(FLASH_KERNEL_NAME, attention_backward<features>, key_tiles, kThreads, kSharedBytes, launch,
+                  problem, dq_sums);
+    if (dq_sums) {
+        // A block list may cut queries elsewhere; the sums' tiles are counted from the first query.
+        BackwardProblem whole = problem;
+        whole.forward.key_blocks = {};
+        const int64_t query_tiles = RowTiling::of_queries(whole.forward, kConfiguration.query_tile).count();
+        launch_kernel(FLASH_KERNEL_NAME, finish_dq, query_tiles, kThreads, kDqBytes, launch, whole, dq_sums);
+    } else {
+        const int64_t query_tiles = RowTiling::of_queries(problem.forward, kQueryWalk.query_tile).count();
+        launch_kernel(FLASH_KERNEL_NAME, query_gradient<features>, query_tiles, kQueryWalk.warps * 32,
+                      sizeof(QueryGradientShared<kQueryWalk>), launch, problem);
+    }
+}
+
+void launch(const BackwardProblem& problem, const Launch& launch) {
+    const Features features = features_of(problem.forward);
+    if (features == Features::none)
+        launch_features<Features::none>(problem, launch);
+    else if (features == Features::transformed)
+        launch_features<Features::transformed>(problem, launch);
+    else
+        launch_features<Features::dropout>(problem, launch);
+}
+
+}  // namespace
+}  // namespace sm80
+
+extern constinit const BackwardKernel FLASH_KERNEL_SYMBOL{
+    "sm80",
+    FLASH_KERNEL_NAME,
+    sm80::kDType,
+    sm80::kConfiguration.head_dim,
+    sm80::kConfiguration.query_tile,
+    sm80::kConfiguration.key_tile,
+    sm80::kSharedBytes,
+    sm80::workspace_bytes,
+    sm80::launch,
+};
+
+}  // namespace flash::cuda

@@ -1,0 +1,397 @@
+// FlashAttention backward (docs/algorithm.md) with mma.sync, the walk by keys: one block owns a tile of keys
+// of one key head, holds dK and dV in registers and visits the query tiles that see it, of every query head
+// of the group in turn, so that no gradient is ever summed across blocks but dQ. Per query tile:
+//
+//     S = Q K^T, dP = dO V^T       warps split the scores      score_rows x rest
+//     P, dS                        to shared memory, 16 bits
+//     dV += P^T dO, dK += dS^T Q   warps split keys x head_dim gradient_rows x rest
+//     dQ += dS K                   warps split queries x head_dim, fp32 additions in device memory
+//
+// Two barriers a tile: at the first the tile's Q and dO are whole and the last one's P and dS used up, at the
+// second P and dS are whole. The next tile's Q and dO are loaded meanwhile (stages = 2), or behind a third
+// barrier into the same place (stages = 1).
+#pragma once
+
+#include "../ptx/reduce.h"
+#include "finite.cuh"
+#include "loader.cuh"
+#include "row_tile.cuh"
+#include "score_gradient.cuh"
+#include "tile_walk.cuh"
+
+namespace flash::cuda::sm80 {
+
+struct BackwardConfiguration {
+    int head_dim, query_tile, key_tile, warps, stages, blocks;
+    int score_rows, gradient_rows, dq_rows;  // warps along the rows of S, of dK and dV, of dQ
+};
+
+// Where dQ is summed up: fp32, a query tile's numbers together, in the order of the threads' accumulators, so
+// that a warp adds to consecutive addresses.
+struct DqSums {
+    float* data;  // [H, tiles, query_tile * head_dim], tiles of all batch entries
+    int64_t tiles_per_head;
+
+    __host__ __device__ static int64_t tiles(const ForwardProblem& problem, int query_tile) {
+        return problem.cu_seqlens_q ? problem.rows_q / query_tile + problem.batch + 1
+                                    : (problem.seqlen_q + query_tile - 1) / query_tile * problem.batch;
+    }
+    // The first tile of a batch entry.
+    __device__ static int64_t first_tile(const ForwardProblem& problem, int64_t batch, int query_tile) {
+        if (problem.cu_seqlens_q)
+            return PackedTiles{problem.cu_seqlens_q, problem.batch, problem.rows_q, query_tile}.first_slot(
+                batch);
+        return (problem.seqlen_q + query_tile - 1) / query_tile * batch;
+    }
+};
+
+// What the block needs of one query head of the group.
+struct BackwardHead {
+    HeadRows<const uint16_t> queries, douts;
+    const float *lse, *delta;  // of the sequence's first query
+    float* dq;                 // sums of the sequence's first query tile
+    ScoreTransform<GpuMath> transform;
+    Dropout dropout;
+    TileSchedule schedule;
+    Interval seen;  // queries that see some key of the tile
+};
+
+template <BackwardConfiguration c>
+struct BackwardShared {
+    alignas(128) char k[c.key_tile * c.head_dim * 2];  // at the end dK
+    alignas(128) char v[c.key_tile * c.head_dim * 2];  // at the end dV
+    alignas(128) char q[c.stages][c.query_tile * c.head_dim * 2];
+    alignas(128) char dout[c.stages][c.query_tile * c.head_dim * 2];
+    alignas(128) char p[c.query_tile * c.key_tile * 2];
+    alignas(128) char ds[c.query_tile * c.key_tile * 2];
+    alignas(16) float lse[c.stages][c.query_tile];
+    alignas(16) float delta[c.stages][c.query_tile];
+    uint32_t bad_queries[2][(c.query_tile + 31) / 32];  // rows of Q, of dO that are not finite, a bit each
+    uint32_t bad_keys[(c.key_tile + 31) / 32];
+
+    // Thread 0's plan.
+    RowTile tile;
+    Mask mask;
+    HeadRows<const uint16_t> keys, values;
+    int group;                        // query heads to visit; 0 for keys that belong to nobody
+    BackwardHead heads[2];            // of head i at i % 2
+    TileSchedule schedules[c.warps];  // each warp's own copy of its head's
+};
+
+template <BackwardConfiguration c>
+class BackwardPlan {
+  public:
+    __device__ BackwardPlan(const BackwardProblem& problem, BackwardShared<c>& shared, float* dq_sums)
+        : problem_(problem), shared_(shared), dq_sums_(dq_sums) {}
+
+    __device__ void start(const RowTile& tile) const {
+        const ForwardProblem& problem = problem_.forward;
+        const int64_t first_key = tile.sequence.first_key_row;
+        shared_.tile = tile;
+        shared_.mask = Mask(problem, tile.sequence);
+        shared_.keys = {problem.k, tile.batch, first_key, tile.head, problem.head_dim};
+        shared_.values = {problem.v, tile.batch, first_key, tile.head, problem.head_dim_v};
+        shared_.group = tile.unowned ? 0 : int(problem.heads_q / problem.heads_k);
+        if (shared_.group > 0) start_head(0);
+    }
+
+    // Describes head i of the group; nobody may be reading head i - 2.
+    __device__ void start_head(int i) const {
+        const ForwardProblem& problem = problem_.forward;
+        BackwardHead& out = shared_.heads[i % 2];
+        const RowTile& tile = shared_.tile;
+        const int64_t head = tile.head * (problem.heads_q / problem.heads_k) + i;
+        const int64_t first_query = tile.sequence.first_query_row;
+        out.queries = {problem.q, tile.batch, first_query, head, problem.head_dim};
+        out.douts = {problem_.dout, tile.batch, first_query, head, problem.head_dim_v};
+        out.lse = statistics_of<const float>(problem.lse, tile.batch, first_query, head);
+        out.delta = statistics_of<const float>(problem_.delta, tile.batch, first_query, head);
+        const int64_t first_tile = DqSums::first_tile(problem, tile.batch, c.query_tile);
+        out.dq =
+            dq_sums_ + (head * DqSums::tiles(problem, c.query_tile) + first_tile) * c.query_tile * c.head_dim;
+        out.transform = ScoreTransform<GpuMath>(problem, tile.batch, head);
+        if (problem.dropout_threshold) out.dropout = Dropout(problem, tile.batch, head);
+        const Interval first = shared_.mask.queries_of(tile.rows.begin);
+        const Interval last = shared_.mask.queries_of(tile.rows.end - 1);
+        out.schedule =
+            problem.query_blocks.counts
+                ? TileSchedule(first, last, c.query_tile,
+                               block_list_of(problem.query_blocks, tile.batch, head, tile.rows.begin))
+                : TileSchedule(first, last, c.query_tile);
+        out.seen = {first.begin, last.end};
+    }
+
+  private:
+    const BackwardProblem& problem_;
+    BackwardShared<c>& shared_;
+    float* dq_sums_;
+};
+
+template <DType dtype, BackwardConfiguration c, Features features>
+class BackwardTile {
+  public:
+    // dq_sums == nullptr: dQ comes from the walk by queries (query_gradient.cuh).
+    __device__ BackwardTile(const BackwardProblem& problem, BackwardShared<c>& shared, float* dq_sums)
+        : problem_(problem), shared_(shared), plan_(problem, shared, dq_sums), with_dq_(dq_sums != nullptr) {}
+
+    __device__ __forceinline__ void run() {
+        const Interval keys = shared_.tile.rows;
+        load_tile<threads, KeyTile>(address(shared_.k), shared_.keys, keys.begin, keys);
+        load_tile<threads, KeyTile>(address(shared_.v), shared_.values, keys.begin, keys);
+        dk_.clear();
+        dv_.clear();
+        // A partial tile of keys is masked throughout: an empty key's score of 0 may be far above lse.
+        const bool partial = keys.end - keys.begin < c.key_tile;
+        bool bad_keys = false, first = true;
+        for (int i = 0; i < shared_.group; ++i) {
+            __syncthreads();  // head i is described, and everybody has left head i - 1
+            if (threadIdx.x == 0 && i + 1 < shared_.group) plan_.start_head(i + 1);
+            const BackwardHead& head = shared_.heads[i % 2];
+            TileSchedule& schedule = shared_.schedules[warp()];
+            if (lane_index() == 0) schedule = head.schedule;
+            TileWalk<c.query_tile> walk(schedule);
+            int stage = 0;
+            if (walk.more()) load_queries(head, walk.first(), stage);
+            cp_async_commit();
+            while (walk.more()) {
+                const Position query = walk.first();
+                const bool masked = walk.masked() || partial;
+                walk.advance(schedule);
+                cp_async_wait<0>();
+                __syncthreads();
+                if (c.stages > 1 && walk.more()) load_queries(head, walk.first(), stage ^ 1);
+                cp_async_commit();
+                if (first) bad_keys = exclude_bad_keys();
+                first = false;
+                const bool bad_queries = masked && exclude_bad_queries(stage);
+                differentiate_scores(head, query, stage, masked, bad_queries || bad_keys);
+                __syncthreads();
+                accumulate(stage);
+                if (with_dq_) add_dq(head, query);
+                if (c.stages == 1) {
+                    __syncthreads();
+                    if (walk.more()) load_queries(head, walk.first(), stage);
+                    cp_async_commit();
+                } else {
+                    stage ^= 1;
+                }
+            }
+        }
+        store();
+    }
+
+  private:
+    static constexpr int threads = c.warps * 32;
+    static constexpr int score_columns = c.warps / c.score_rows, gradient_columns = c.warps / c.gradient_rows,
+                         dq_columns = c.warps / c.dq_rows;
+    using KeyTile = SmemTile<c.key_tile, c.head_dim>;
+    using QueryTile = SmemTile<c.query_tile, c.head_dim>;
+    using ScoreTile = SmemTile<c.query_tile, c.key_tile>;
+    using Scores = Fragment<c.query_tile / c.score_rows, c.key_tile / score_columns>;
+    using Gradient = Fragment<c.key_tile / c.gradient_rows, c.head_dim / gradient_columns>;
+    using Dq = Fragment<c.query_tile / c.dq_rows, c.head_dim / dq_columns>;
+
+    __device__ __forceinline__ static int warp() { return threadIdx.x / 32; }
+    __device__ __forceinline__ static uint32_t address(const char* tile) { return shared_address(tile); }
+
+    __device__ __forceinline__ void load_queries(const BackwardHead& head, Position first, int stage) {
+        load_tile<threads, QueryTile>(address(shared_.q[stage]), head.queries, first, head.seen);
+        load_tile<threads, QueryTile>(address(shared_.dout[stage]), head.douts, first, head.seen);
+        for (int row = threadIdx.x; row < c.query_tile; row += threads) {
+            const Position query = first + row;
+            const bool valid = head.seen.contains(query);
+            cp_async_4(shared_address(&shared_.lse[stage][row]), head.lse + (valid ? query : 0), valid);
+            cp_async_4(shared_address(&shared_.delta[stage][row]), head.delta + (valid ? query : 0), valid);
+        }
+    }
+
+    // What is not finite becomes 0 where it may meet a probability of 0, in dK += dS^T Q, dV += P^T dO and dQ
+    // += dS K; true if there was any, for mark_bad().
+    __device__ __forceinline__ bool exclude_bad_queries(int stage) {
+        const bool q =
+            clear_bad_rows<dtype, threads, QueryTile>(address(shared_.q[stage]), shared_.bad_queries[0]);
+        const bool dout =
+            clear_bad_rows<dtype, threads, QueryTile>(address(shared_.dout[stage]), shared_.bad_queries[1]);
+        return q || dout;
+    }
+
+    __device__ __forceinline__ bool exclude_bad_keys() {
+        return clear_bad_rows<dtype, threads, KeyTile>(address(shared_.k), shared_.bad_keys);
+    }
+
+    __device__ __forceinline__ void differentiate_scores(const BackwardHead& head, Position query, int stage,
+                                                         bool masked, bool bad) {
+        const int row = warp() / score_columns * Scores::row_tiles * 16;
+        const int column = warp() % score_columns * Scores::column_tiles * 8;
+        Scores s, dp;
+        s.clear();
+        dp.clear();
+        const int first = row * QueryTile::row_bytes, first_key = column * KeyTile::row_bytes;
+        multiply_rows_by_rows<dtype, QueryTile, KeyTile>(
+            s, QueryTile::lane_rows_first(address(shared_.q[stage])) + first,
+            KeyTile::lane_columns_first(address(shared_.k)) + first_key);
+        multiply_rows_by_rows<dtype, QueryTile, KeyTile>(
+            dp, QueryTile::lane_rows_first(address(shared_.dout[stage])) + first,
+            KeyTile::lane_columns_first(address(shared_.v)) + first_key);
+        RowConstants<Scores::rows> constants;
+        constants.template load<Scores>(shared_.lse[stage] + row, shared_.delta[stage] + row);
+        differentiate<features>(s, dp, constants, head.transform, head.dropout,
+                                {query + row, shared_.tile.rows.begin + column, shared_.mask.diagonal()});
+        if (masked) mask(s, dp, query + row, column);
+        if (bad) mark_bad(s, dp, query, row, column, masked);
+        store_fragment<dtype, ScoreTile>(address(shared_.p), s, row, column);
+        store_fragment<dtype, ScoreTile>(address(shared_.ds), dp, row, column);
+    }
+
+    // Selects zeros: what lies behind the mask may be infinite.
+    __device__ __forceinline__ void mask(Scores& p, Scores& ds, Position query, int column0) const {
+        const Interval tile = shared_.tile.rows;
+#pragma unroll
+        for (int r = 0; r < Scores::rows; ++r) {
+            const Interval keys = intersection(shared_.mask.keys_of(query + Scores::row(r)), tile);
+            const int begin = keys.begin - tile.begin - column0, end = keys.end - tile.begin - column0;
+#pragma unroll
+            for (int column = 0; column < Scores::columns; ++column) {
+                const int j = Scores::column(column);
+                if (j < begin || j >= end) p.at(r, column) = ds.at(r, column) = 0;
+            }
+        }
+    }
+
+    // Visible scores of rows and columns that were not finite are NaN.
+    __device__ __forceinline__ void mark_bad(Scores& p, Scores& ds, Position query, int row0, int column0,
+                                             bool masked) const {
+        const Interval tile = shared_.tile.rows;
+#pragma unroll
+        for (int r = 0; r < Scores::rows; ++r) {
+            const int i = row0 + Scores::row(r);
+            const Interval keys = intersection(shared_.mask.keys_of(query + i), tile);
+            const bool bad_row =
+                masked && ((shared_.bad_queries[0][i / 32] | shared_.bad_queries[1][i / 32]) >> i % 32 & 1);
+#pragma unroll
+            for (int column = 0; column < Scores::columns; ++column) {
+                const int j = column0 + Scores::column(column);
+                const bool bad = bad_row || (shared_.bad_keys[j / 32] >> j % 32 & 1);
+                if (bad && keys.contains(tile.begin + j))
+                    p.at(r, column) = ds.at(r, column) = __int_as_float(0x7fffffff);
+            }
+        }
+    }
+
+    __device__ __forceinline__ void accumulate(int stage) {
+        constexpr int rows = Gradient::row_tiles * 16, columns = Gradient::column_tiles * 8;
+        const int row = warp() / gradient_columns * rows, column = warp() % gradient_columns * columns;
+        const auto scores = [&](const char* tile) {
+            return ScoreTile::template part<rows>(ScoreTile::lane_columns_first(address(tile)), 0, row);
+        };
+        const auto operand = [&](const char* tile) {
+            return QueryTile::template part<columns>(QueryTile::lane_rows_first(address(tile)), 0, column);
+        };
+        multiply_columns_by_columns<dtype, ScoreTile, QueryTile>(dv_, scores(shared_.p),
+                                                                 operand(shared_.dout[stage]));
+        multiply_columns_by_columns<dtype, ScoreTile, QueryTile>(dk_, scores(shared_.ds),
+                                                                 operand(shared_.q[stage]));
+    }
+
+    __device__ __forceinline__ void add_dq(const BackwardHead& head, Position query) const {
+        constexpr int rows = Dq::row_tiles * 16, columns = Dq::column_tiles * 8;
+        const int row = warp() / dq_columns * rows, column = warp() % dq_columns * columns;
+        Dq dq;
+        dq.clear();
+        multiply_rows_by_columns<dtype, ScoreTile, KeyTile>(
+            dq, ScoreTile::lane_rows_first(address(shared_.ds)) + row * ScoreTile::row_bytes,
+            KeyTile::template part<columns>(KeyTile::lane_rows_first(address(shared_.k)), 0, column));
+        float* sums = head.dq + int64_t(query) * c.head_dim;
+#pragma unroll
+        for (int m = 0; m < Dq::row_tiles; ++m)
+#pragma unroll
+            for (int n = 0; n < Dq::column_tiles; ++n) {
+                const auto& x = dq.value[m][n];
+                const int place = (m * Dq::column_tiles + n) * 4 * threads;
+#if __CUDA_ARCH__ >= 900
+                reduce_add(reinterpret_cast<float4*>(sums + place) + threadIdx.x,
+                           make_float4(x[0], x[1], x[2], x[3]));
+#else
+#pragma unroll
+                for (int e = 0; e < 4; ++e) reduce_add(sums + place + e * threads + threadIdx.x, x[e]);
+#endif
+            }
+    }
+
+    __device__ __forceinline__ void store() {
+        const ForwardProblem& problem = problem_.forward;
+        const RowTile& tile = shared_.tile;
+        if constexpr (features == Features::none) {
+            const float scale = float(problem.softmax_scale);
+#pragma unroll
+            for (int r = 0; r < Gradient::rows; ++r)
+#pragma unroll
+                for (int column = 0; column < Gradient::columns; ++column) dk_.at(r, column) *= scale;
+        }
+        const int row = warp() / gradient_columns * Gradient::row_tiles * 16;
+        const int column = warp() % gradient_columns * Gradient::column_tiles * 8;
+        cp_async_wait<0>();
+        __syncthreads();  // everybody has left K and V, and their copies are done where there was no query
+        store_fragment<dtype, KeyTile>(address(shared_.k), dk_, row, column);
+        store_fragment<dtype, KeyTile>(address(shared_.v), dv_, row, column);
+        __syncthreads();
+        const int64_t first = tile.sequence.first_key_row;
+        const HeadRows<uint16_t> dk(problem_.dk, tile.batch, first, tile.head, problem.head_dim);
+        const HeadRows<uint16_t> dv(problem_.dv, tile.batch, first, tile.head, problem.head_dim_v);
+        store_tile<threads, KeyTile>(dk, address(shared_.k), tile.rows.begin, tile.rows);
+        store_tile<threads, KeyTile>(dv, address(shared_.v), tile.rows.begin, tile.rows);
+    }
+
+    const BackwardProblem& problem_;
+    BackwardShared<c>& shared_;
+    BackwardPlan<c> plan_;
+    bool with_dq_;
+    Gradient dk_, dv_;
+};
+
+// Turns the sums of one query tile of one head into dQ.
+template <DType dtype, BackwardConfiguration c>
+class DqFinish {
+  public:
+    __device__ static void run(const BackwardProblem& problem, const RowTile& tile, const float* dq_sums,
+                               char* shared_tile) {
+        const ForwardProblem& forward = problem.forward;
+        const int64_t first_tile = tile.unowned ? 0
+                                                : DqSums::first_tile(forward, tile.batch, c.query_tile) +
+                                                      tile.rows.begin / c.query_tile;
+        const float* sums = dq_sums + (tile.head * DqSums::tiles(forward, c.query_tile) + first_tile) *
+                                          c.query_tile * c.head_dim;
+        const float scale = features_of(forward) == Features::none ? float(forward.softmax_scale) : 1.f;
+        Dq dq;
+#pragma unroll
+        for (int m = 0; m < Dq::row_tiles; ++m)
+#pragma unroll
+            for (int n = 0; n < Dq::column_tiles; ++n) {
+                const int place = (m * Dq::column_tiles + n) * 4 * threads;
+#pragma unroll
+                for (int e = 0; e < 4; ++e) {
+#if __CUDA_ARCH__ >= 900
+                    const float sum = sums[place + threadIdx.x * 4 + e];
+#else
+                    const float sum = sums[place + e * threads + threadIdx.x];
+#endif
+                    dq.value[m][n][e] = tile.unowned ? 0 : sum * scale;
+                }
+            }
+        const int warp = threadIdx.x / 32, dq_columns = c.warps / c.dq_rows;
+        const uint32_t address = shared_address(shared_tile);
+        store_fragment<dtype, QueryTile>(address, dq, warp / dq_columns * Dq::row_tiles * 16,
+                                         warp % dq_columns * Dq::column_tiles * 8);
+        __syncthreads();
+        const HeadRows<uint16_t> out(problem.dq, tile.unowned ? 0 : tile.batch, tile.sequence.first_query_row,
+                                     tile.head, forward.head_dim);
+        store_tile<threads, QueryTile>(out, address, tile.rows.begin, tile.rows);
+    }
+
+  private:
+    static constexpr int threads = c.warps * 32;
+    using QueryTile = SmemTile<c.query_tile, c.head_dim>;
+    using Dq = Fragment<c.query_tile / c.dq_rows, c.head_dim / (c.warps / c.dq_rows)>;
+};
+
+}  // namespace flash::cuda::sm80

@@ -1,0 +1,43 @@
+// Keeps what is not finite from leaking through a product with zero. In a tile where a mask hides scores, the
+// operand that meets the zeros has its bad elements cleared, and the rows that had one are noted, for the
+// caller to make NaN what really depends on them.
+#pragma once
+
+#include "../tile/element.h"
+#include "../tile/smem_tile.h"
+#include "loader.cuh"
+
+namespace flash::cuda::sm80 {
+
+// All of the block's kThreads threads; the tile is whole on entry and on return. bad_rows: a bit each;
+// defined only if the result, the same for all threads, is true.
+template <DType dtype, int kThreads, class Tile>
+__device__ __forceinline__ bool clear_bad_rows(uint32_t tile, uint32_t* bad_rows) {
+    using Threads = TileThreads<Tile, kThreads>;
+    constexpr uint32_t exponent = dtype == DType::bfloat16 ? 0x7f80 : 0x7c00;
+    bool bad = false;
+#pragma unroll 2
+    for (int i = threadIdx.x * 16; i < Tile::bytes; i += kThreads * 16) {
+        const uint4 x = load_shared_16(tile + i);
+        for (const uint32_t pair : {x.x, x.y, x.z, x.w})
+            bad |= (pair & exponent) == exponent || (pair >> 16 & exponent) == exponent;
+    }
+    if (!__syncthreads_or(bad)) return false;
+    for (int i = threadIdx.x; i < Tile::rows / 32; i += kThreads) bad_rows[i] = 0;
+    __syncthreads();
+#pragma unroll 1
+    for (int row = Threads::first_row(); row < Tile::rows; row += Threads::row_step)
+        for (int panel = 0; panel < Tile::panels; ++panel) {
+            const uint32_t place = tile + Tile::offset(row, panel, Threads::chunk());
+            const uint4 x = load_shared_16(place);
+            const uint4 clean = make_uint4(finite_or_zero<dtype>(x.x), finite_or_zero<dtype>(x.y),
+                                           finite_or_zero<dtype>(x.z), finite_or_zero<dtype>(x.w));
+            if (clean.x == x.x && clean.y == x.y && clean.z == x.z && clean.w == x.w) continue;
+            store_shared(place, clean);
+            atomicOr(&bad_rows[row / 32], 1u << row % 32);
+        }
+    __syncthreads();
+    return true;
+}
+
+}  // namespace flash::cuda::sm80

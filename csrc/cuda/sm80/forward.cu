@@ -1,0 +1,68 @@
+// One row of the kernel table and one element type, compiled into the kernels of each feature set.
+#include "../any/rows.h"
+#include "../launch.h"
+#include "forward.cuh"
+
+namespace flash::cuda {
+namespace sm80 {
+namespace {
+
+constexpr ForwardConfiguration kConfiguration FLASH_CONFIGURATION;
+constexpr int64_t kSharedBytes = sizeof(ForwardShared<kConfiguration>);
+
+template <Features features>
+__global__ void __launch_bounds__(kConfiguration.warps * 32, kConfiguration.blocks)
+    attention_forward(const __grid_constant__ ForwardProblem problem, const __grid_constant__ int splits,
+                      float* __restrict__ partial) {
+    extern __shared__ __align__(128) char memory[];
+    auto& shared = *reinterpret_cast<ForwardShared<kConfiguration>*>(memory);
+    if (threadIdx.x == 0) {
+        const RowTiling tiling = RowTiling::of_queries(problem, kConfiguration.query_tile);
+        const int64_t rows = problem.batch * problem.heads_q * problem.seqlen_q;
+        shared.plan.start(
+            problem, tiling(blockIdx.x / splits, problem, true, true),
+            {int(blockIdx.x % splits), splits, partial, partial + splits * rows * kConfiguration.head_dim},
+            kConfiguration.key_tile);
+    }
+    __syncthreads();
+    if (shared.plan.tile.rows.empty()) return;
+    ForwardTile<DType::FLASH_DTYPE, kConfiguration, features>(problem, shared).run();
+}
+
+int64_t workspace_bytes(const ForwardProblem& problem, int splits) {
+    if (splits == 1) return 0;
+    return splits * problem.batch * problem.heads_q * problem.seqlen_q * (kConfiguration.head_dim + 1) *
+           sizeof(float);
+}
+
+void launch(const ForwardProblem& problem, int splits, const Launch& launch) {
+    const Features features = features_of(problem);
+    const auto kernel = features == Features::none          ? attention_forward<Features::none>
+                        : features == Features::transformed ? attention_forward<Features::transformed>
+                                                            : attention_forward<Features::dropout>;
+    const int64_t tiles = RowTiling::of_queries(problem, kConfiguration.query_tile).count();
+    launch_kernel(FLASH_KERNEL_NAME, kernel, tiles * splits, kConfiguration.warps * 32, kSharedBytes, launch,
+                  problem, splits, static_cast<float*>(launch.workspace));
+    if (splits == 1) return;
+    const auto* out = static_cast<const float*>(launch.workspace);
+    const int64_t rows = problem.batch * problem.heads_q * problem.seqlen_q;
+    combine_splits(problem, splits, out, kConfiguration.head_dim,
+                   out + splits * rows * kConfiguration.head_dim, launch);
+}
+
+}  // namespace
+}  // namespace sm80
+
+extern constinit const ForwardKernel FLASH_KERNEL_SYMBOL{
+    "sm80",
+    FLASH_KERNEL_NAME,
+    DType::FLASH_DTYPE,
+    sm80::kConfiguration.head_dim,
+    sm80::kConfiguration.query_tile,
+    sm80::kConfiguration.key_tile,
+    sm80::kSharedBytes,
+    sm80::workspace_bytes,
+    sm80::launch,
+};
+
+}  // namespace flash::cuda

@@ -1,0 +1,123 @@
+// Moves tiles of rows between global and shared memory. Rows outside the range that somebody sees, and
+// columns past the head dim, become zeros on the way in, so that nothing that lies there can leak, and are
+// left alone on the way out. Rows of any stride and alignment: 16-byte copies where everything is a multiple
+// of 16 bytes, element by element elsewhere.
+#pragma once
+
+#include "../../attention/mask.h"
+#include "../../attention/sequence.h"
+#include "../ptx/cp_async.h"
+#include "../tile/smem_tile.h"
+
+namespace flash::cuda::sm80 {
+
+// The rows of one head: where its row 0 lies, and what may be assumed of every row.
+template <class Element>
+struct HeadRows {
+    Element* data;  // [rows, head_dim]
+    int64_t row_stride;
+    int head_dim;
+    bool vectors;  // every row starts at a multiple of 16 bytes and is a multiple of 16 bytes long
+
+    __device__ HeadRows(const TensorView& view, int64_t batch, int64_t first_row, int64_t head,
+                        int64_t head_dim)
+        : data(row_of<Element>(view, batch, first_row, head)),
+          row_stride(view.row_stride),
+          head_dim(int(head_dim)),
+          vectors((reinterpret_cast<uintptr_t>(view.data) % 16 |
+                   (view.batch_stride | view.row_stride | view.head_stride | head_dim) % 8) == 0) {}
+};
+
+// How a block's threads divide a tile: neighbours take neighbouring 16-byte chunks of a panel's row.
+template <class Tile, int kThreads>
+struct TileThreads {
+    static constexpr int row_step = kThreads / Tile::chunks;
+    static constexpr int steps = (Tile::rows + row_step - 1) / row_step;
+
+    __device__ __forceinline__ static int first_row() {
+        return opaque(threadIdx.x) % kThreads / Tile::chunks;
+    }
+    __device__ __forceinline__ static int chunk() { return opaque(threadIdx.x) % Tile::chunks; }
+};
+
+// For rows of any alignment.
+template <int kThreads, class Tile, class Element>
+__device__ __forceinline__ void load_elements(uint32_t tile, const HeadRows<const Element>& from,
+                                              Position first, Interval seen) {
+    using Threads = TileThreads<Tile, kThreads>;
+#pragma unroll 1
+    for (int row = Threads::first_row(); row < Tile::rows; row += Threads::row_step) {
+        const bool valid = seen.contains(first + row);
+        const Element* source = from.data + (first + row) * from.row_stride;
+#pragma unroll 1
+        for (int panel = 0; panel < Tile::panels; ++panel) {
+            uint32_t pairs[4] = {0, 0, 0, 0};
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                const int column = panel * Tile::panel + Threads::chunk() * 8 + i;
+                if (valid && column < from.head_dim) pairs[i / 2] |= uint32_t(source[column]) << i % 2 * 16;
+            }
+            store_shared(tile + Tile::offset(row, panel, Threads::chunk()),
+                         make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]));
+        }
+    }
+}
+
+// Starts the copies of rows [first, first + Tile::rows); the caller commits and waits. Where rows are not
+// vectors the copy is done on return, and seen by other threads after the barrier that follows the wait.
+template <int kThreads, class Tile, class Element>
+__device__ __forceinline__ void load_tile(uint32_t tile, const HeadRows<const Element>& from, Position first,
+                                          Interval seen) {
+    using Threads = TileThreads<Tile, kThreads>;
+    if (!from.vectors) {
+        load_elements<kThreads, Tile>(tile, from, first, seen);
+        return;
+    }
+    const int row0 = Threads::first_row(), chunk = Threads::chunk(), column0 = chunk * 8;
+    const uint32_t place = tile + Tile::offset(row0, 0, chunk);
+    static_assert(Threads::row_step % 8 == 0);  // so that one step's permutation serves all
+    const Element* source = from.data + (first + row0) * from.row_stride + column0;
+#pragma unroll
+    for (int step = 0; step < Threads::steps; ++step) {
+        const int row = row0 + step * Threads::row_step;
+        if (Tile::rows % Threads::row_step != 0 && row >= Tile::rows) break;
+        const bool valid = seen.contains(first + row);
+#pragma unroll
+        for (int panel = 0; panel < Tile::panels; ++panel) {
+            const int column = panel * Tile::panel;
+            const bool inside = valid && column0 + column < from.head_dim;
+            // Where nothing is read the address still has to be one of the tensor.
+            cp_async_16(place + panel * Tile::panel_bytes + step * Threads::row_step * Tile::row_bytes,
+                        inside ? source + column : from.data, inside);
+        }
+        source += Threads::row_step * from.row_stride;
+    }
+}
+
+// Rows [first, first + Tile::rows) of which those in `written` exist. kThreads threads with consecutive
+// indices share the work; they have to be synchronised since the tile was written.
+template <int kThreads, class Tile, class Element>
+__device__ __forceinline__ void store_tile(const HeadRows<Element>& to, uint32_t tile, Position first,
+                                           Interval written) {
+    using Threads = TileThreads<Tile, kThreads>;
+#pragma unroll 1
+    for (int row = Threads::first_row(); row < Tile::rows; row += Threads::row_step) {
+        if (!written.contains(first + row)) continue;
+        Element* target = to.data + (first + row) * to.row_stride;
+#pragma unroll 1
+        for (int panel = 0; panel < Tile::panels; ++panel) {
+            const int column = panel * Tile::panel + Threads::chunk() * 8;
+            const uint4 x = load_shared_16(tile + Tile::offset(row, panel, Threads::chunk()));
+            if (to.vectors) {
+                if (column < to.head_dim) *reinterpret_cast<uint4*>(target + column) = x;
+            } else {
+                const uint32_t pairs[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+                for (int i = 0; i < 8; ++i)
+                    if (column + i < to.head_dim) target[column + i] = Element(pairs[i / 2] >> i % 2 * 16);
+            }
+        }
+    }
+}
+
+}  // namespace flash::cuda::sm80

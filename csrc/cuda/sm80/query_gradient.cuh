@@ -1,0 +1,148 @@
+// dQ by a walk of its own, for deterministic=True: a block owns a tile of queries, recomputes S and dP of
+// every key tile that its schedule lists and sums dQ in registers, always in the same order. Two products
+// more than the walk by keys needs, and no additions in device memory. Each warp owns query_tile / warps rows
+// throughout.
+#pragma once
+
+#include "finite.cuh"
+#include "query_plan.cuh"
+#include "score_gradient.cuh"
+
+namespace flash::cuda::sm80 {
+
+struct QueryGradientConfiguration {
+    int head_dim, query_tile, key_tile, warps;
+};
+
+// 96 KiB at most, so that every chip can hold one block.
+constexpr QueryGradientConfiguration query_gradient_configuration(int head_dim) {
+    return {head_dim, 64, head_dim > 192 ? 32 : 64, 4};
+}
+
+template <QueryGradientConfiguration c>
+struct QueryGradientShared {
+    alignas(128) char q[c.query_tile * c.head_dim * 2];  // at the end dQ
+    alignas(128) char dout[c.query_tile * c.head_dim * 2];
+    alignas(128) char k[c.key_tile * c.head_dim * 2];
+    alignas(128) char v[c.key_tile * c.head_dim * 2];
+    float lse[c.query_tile], delta[c.query_tile];
+    uint32_t bad_keys[c.key_tile / 32];
+    QueryPlan<c.warps> plan;
+};
+
+template <DType dtype, QueryGradientConfiguration c, Features features>
+class QueryGradientTile {
+  public:
+    // shared.plan is made.
+    __device__ QueryGradientTile(const BackwardProblem& problem, QueryGradientShared<c>& shared)
+        : problem_(problem), shared_(shared) {}
+
+    __device__ __forceinline__ void run() {
+        load_queries();
+        dq_.clear();
+        for (TileWalk<c.key_tile> walk(shared_.plan.schedule()); walk.more();
+             walk.advance(shared_.plan.schedule())) {
+            const Interval seen = shared_.plan.seen;
+            load_tile<threads, KeyTile>(shared_address(shared_.k), shared_.plan.keys, walk.first(), seen);
+            load_tile<threads, KeyTile>(shared_address(shared_.v), shared_.plan.values, walk.first(), seen);
+            cp_async_commit();
+            cp_async_wait<0>();
+            __syncthreads();
+            const bool bad = walk.masked() && clear_bad_rows<dtype, threads, KeyTile>(
+                                                  shared_address(shared_.k), shared_.bad_keys);
+            accumulate(walk.first(), walk.masked(), bad);
+            __syncthreads();
+        }
+        store();
+    }
+
+  private:
+    static constexpr int threads = c.warps * 32;
+    static constexpr int warp_rows = c.query_tile / c.warps;
+    using QueryTile = SmemTile<c.query_tile, c.head_dim>;
+    using KeyTile = SmemTile<c.key_tile, c.head_dim>;
+    using Scores = Fragment<warp_rows, c.key_tile>;
+
+    __device__ __forceinline__ static int warp_row() { return int(threadIdx.x) / 32 * warp_rows; }
+
+    __device__ __forceinline__ void load_queries() {
+        const RowTile& tile = shared_.plan.tile;
+        const ForwardProblem& problem = problem_.forward;
+        const int64_t batch = tile.unowned ? 0 : tile.batch, first = tile.sequence.first_query_row;
+        const HeadRows<const uint16_t> dout(problem_.dout, batch, first, tile.head, problem.head_dim_v);
+        load_tile<threads, QueryTile>(shared_address(shared_.q), shared_.plan.queries, tile.rows.begin,
+                                      tile.rows);
+        load_tile<threads, QueryTile>(shared_address(shared_.dout), dout, tile.rows.begin, tile.rows);
+        cp_async_commit();
+        for (int row = threadIdx.x; row < c.query_tile; row += threads) {
+            const bool exists = tile.rows.contains(tile.rows.begin + row);
+            const int64_t at = first + tile.rows.begin + row;
+            shared_.lse[row] =
+                exists ? *statistics_of<const float>(problem.lse, batch, at, tile.head) : -INFINITY;
+            shared_.delta[row] =
+                exists ? *statistics_of<const float>(problem_.delta, batch, at, tile.head) : 0;
+        }
+    }
+
+    __device__ __forceinline__ void accumulate(Position key, bool masked, bool bad) {
+        const auto& plan = shared_.plan;
+        const uint32_t rows = warp_row() * QueryTile::row_bytes;
+        Scores s, ds;
+        s.clear();
+        ds.clear();
+        multiply_rows_by_rows<dtype, QueryTile, KeyTile>(
+            s, QueryTile::lane_rows_first(shared_address(shared_.q)) + rows,
+            KeyTile::lane_columns_first(shared_address(shared_.k)));
+        multiply_rows_by_rows<dtype, QueryTile, KeyTile>(
+            ds, QueryTile::lane_rows_first(shared_address(shared_.dout)) + rows,
+            KeyTile::lane_columns_first(shared_address(shared_.v)));
+        RowConstants<Scores::rows> constants;
+        constants.template load<Scores>(shared_.lse + warp_row(), shared_.delta + warp_row());
+        const Position query = plan.tile.rows.begin + warp_row();
+        differentiate<features>(s, ds, constants, plan.transform, plan.dropout,
+                                {query, key, plan.mask.diagonal()});
+        if (masked) mask(ds, key, query, bad);
+        multiply_registers_by_columns<dtype, KeyTile>(
+            dq_, ds, KeyTile::lane_rows_first(shared_address(shared_.k)), [](int) {});
+    }
+
+    // Zero where invisible, NaN where a key that is seen is not finite.
+    __device__ __forceinline__ void mask(Scores& ds, Position key, Position query, bool bad) const {
+#pragma unroll
+        for (int r = 0; r < Scores::rows; ++r) {
+            const Interval keys = shared_.plan.visible(query + Scores::row(r));
+#pragma unroll
+            for (int column = 0; column < Scores::columns; ++column) {
+                const int j = Scores::column(column);
+                if (!keys.contains(key + j))
+                    ds.at(r, column) = 0;
+                else if (bad && shared_.bad_keys[j / 32] >> j % 32 & 1)
+                    ds.at(r, column) = __int_as_float(0x7fffffff);
+            }
+        }
+    }
+
+    __device__ __forceinline__ void store() {
+        const RowTile& tile = shared_.plan.tile;
+        if constexpr (features == Features::none) {
+            const float scale = float(problem_.forward.softmax_scale);
+#pragma unroll
+            for (int r = 0; r < Scores::rows; ++r)
+#pragma unroll
+                for (int column = 0; column < dq_.columns; ++column) dq_.at(r, column) *= scale;
+        }
+        cp_async_wait<0>();
+        __syncthreads();  // Q may still be on its way where there was no key
+        store_fragment<dtype, QueryTile>(shared_address(shared_.q), dq_, warp_row(), 0);
+        __syncthreads();
+        const HeadRows<uint16_t> dq(problem_.dq, tile.unowned ? 0 : tile.batch, tile.sequence.first_query_row,
+                                    tile.head, problem_.forward.head_dim);
+        store_tile<threads, QueryTile>(dq, shared_address(shared_.q), tile.rows.begin, tile.rows);
+    }
+
+    const BackwardProblem& problem_;
+    QueryGradientShared<c>& shared_;
+    Fragment<warp_rows, c.head_dim> dq_;
+};
+
+}  // namespace flash::cuda::sm80

@@ -1,0 +1,70 @@
+// What the threads of a block that owns a tile of queries need to know, worked out by thread 0 and kept in
+// shared memory: registers are scarce.
+#pragma once
+
+#include "../../attention/dropout.h"
+#include "../../attention/score.h"
+#include "../tile/gpu_math.h"
+#include "loader.cuh"
+#include "row_tile.cuh"
+#include "tile_walk.cuh"
+
+namespace flash::cuda::sm80 {
+
+// The keys of one call that this block may visit, and where its results go.
+struct Split {
+    int index, count;
+    float* out;  // [count, B, H, Sq, head_dim of the configuration] partial results, count > 1 only
+    float* lse;  // [count, B, H, Sq]
+
+    __device__ Interval keys(Position seqlen_k, Position key_tile) const {
+        const Position tiles = (seqlen_k + key_tile - 1) / key_tile;
+        const Position share = (tiles + count - 1) / count * key_tile;
+        return intersection({index * share, (index + 1) * share}, {0, seqlen_k});
+    }
+};
+
+template <int kWarps>
+struct QueryPlan {
+    RowTile tile;
+    HeadRows<const uint16_t> queries, keys, values;
+    Split split;
+    Mask mask;
+    ScoreTransform<GpuMath> transform;
+    Dropout dropout;
+    Interval slice;                  // the keys that the block may visit
+    Interval seen;                   // those that some row sees
+    TileSchedule schedules[kWarps];  // each warp's own
+
+    __device__ void start(const ForwardProblem& problem, const RowTile& row_tile, const Split& part,
+                          Position key_tile) {
+        tile = row_tile;
+        split = part;
+        const Sequence& sequence = tile.sequence;
+        const int64_t batch = tile.unowned ? 0 : tile.batch;
+        const int64_t key_head = tile.head / (problem.heads_q / problem.heads_k);
+        queries = {problem.q, batch, sequence.first_query_row, tile.head, problem.head_dim};
+        keys = {problem.k, batch, sequence.first_key_row, key_head, problem.head_dim};
+        values = {problem.v, batch, sequence.first_key_row, key_head, problem.head_dim_v};
+        mask = Mask(problem, sequence);
+        transform = ScoreTransform<GpuMath>(problem, batch, tile.head);
+        if (problem.dropout_threshold) dropout = Dropout(problem, batch, tile.head);
+        slice = tile.unowned ? Interval(0, 0) : split.keys(sequence.seqlen_k, key_tile);
+        const Interval first = visible(tile.rows.begin), last = visible(tile.rows.end - 1);
+        seen = {first.begin, last.end};
+        const TileSchedule schedule =
+            problem.key_blocks.counts
+                ? TileSchedule(first, last, key_tile,
+                               block_list_of(problem.key_blocks, batch, tile.head, tile.rows.begin))
+                : TileSchedule(first, last, key_tile);
+        for (TileSchedule& copy : schedules) copy = schedule;
+    }
+
+    __device__ __forceinline__ TileSchedule& schedule() { return schedules[threadIdx.x / 32]; }
+
+    __device__ __forceinline__ Interval visible(Position query) const {
+        return intersection(mask.keys_of(query), slice);
+    }
+};
+
+}  // namespace flash::cuda::sm80

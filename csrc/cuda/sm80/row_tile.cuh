@@ -1,0 +1,69 @@
+// Which rows a block owns: a tile of one head's queries (forward) or keys (backward).
+#pragma once
+
+#include "../../attention/block_mask.h"
+#include "../../attention/mask.h"
+#include "../../attention/sequence.h"
+
+namespace flash::cuda::sm80 {
+
+struct RowTile {
+    int64_t batch, head;
+    Sequence sequence;
+    Interval rows;  // empty: nothing to do
+    bool unowned;   // rows past the last packed sequence: they get zeros
+};
+
+// Cuts one axis of a problem into tiles. Blocks count tiles first, then heads, then batch entries, so that
+// blocks that run together read the same keys and values.
+struct RowTiling {
+    int64_t rows, heads, batch;
+    Position tile;
+    const int32_t* cu_seqlens;
+    BlockLists lists;
+
+    __host__ __device__ static RowTiling of_queries(const ForwardProblem& problem, Position tile) {
+        return {problem.cu_seqlens_q ? problem.rows_q : problem.seqlen_q,
+                problem.heads_q,
+                problem.batch,
+                tile,
+                problem.cu_seqlens_q,
+                problem.key_blocks};
+    }
+    __host__ __device__ static RowTiling of_keys(const ForwardProblem& problem, Position tile) {
+        return {problem.cu_seqlens_k ? problem.rows_k : problem.seqlen_k,
+                problem.heads_k,
+                problem.batch,
+                tile,
+                problem.cu_seqlens_k,
+                problem.query_blocks};
+    }
+
+    __host__ __device__ int64_t tiles_per_head() const {
+        return cu_seqlens ? PackedTiles{cu_seqlens, batch, rows, tile}.slots()
+                          : RowTiles(rows, lists, tile).count();
+    }
+    __host__ __device__ int64_t count() const { return tiles_per_head() * heads * (cu_seqlens ? 1 : batch); }
+
+    // descending: a head's last tile first, which under a causal mask is the longest one of queries.
+    __device__ RowTile operator()(int64_t index, const ForwardProblem& problem, bool queries,
+                                  bool descending) const {
+        const int64_t per_head = tiles_per_head();
+        int64_t slot = index % per_head;
+        if (descending) slot = per_head - 1 - slot;
+        const int64_t head = index / per_head % heads;
+        if (!cu_seqlens) {
+            const int64_t entry = index / per_head / heads;
+            return {entry, head, sequence_of(problem, entry), RowTiles(rows, lists, tile)[Position(slot)],
+                    false};
+        }
+        const PackedTiles packed{cu_seqlens, batch, rows, tile};
+        const int64_t entry = packed.sequence_of_slot(slot);
+        const Sequence sequence = entry < batch ? sequence_of(problem, entry) : unowned_rows(problem);
+        const int64_t first = (slot - packed.first_slot(entry)) * tile;
+        const Interval all{0, queries ? sequence.seqlen_q : sequence.seqlen_k};
+        return {entry, head, sequence, intersection({first, first + tile}, all), entry == batch};
+    }
+};
+
+}  // namespace flash::cuda::sm80

@@ -1,0 +1,42 @@
+// The 16-bit element types of the tensor cores: conversion of pairs, and what is finite.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+#include "../../problem.h"
+
+namespace flash::cuda {
+
+// Two floats rounded to nearest; `low` goes to the lower half, which is the lower column.
+template <DType dtype>
+__device__ __forceinline__ uint32_t pack(float low, float high) {
+    if constexpr (dtype == DType::bfloat16) {
+        const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+        return reinterpret_cast<const uint32_t&>(pair);
+    } else {
+        const __half2 pair = __floats2half2_rn(low, high);
+        return reinterpret_cast<const uint32_t&>(pair);
+    }
+}
+
+template <DType dtype>
+__device__ __forceinline__ float2 unpack(uint32_t pair) {
+    if constexpr (dtype == DType::bfloat16)
+        return __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(pair));
+    else
+        return __half22float2(reinterpret_cast<const __half2&>(pair));
+}
+
+// A pair's elements that are infinite or NaN replaced by 0.
+template <DType dtype>
+__device__ __forceinline__ uint32_t finite_or_zero(uint32_t pair) {
+    constexpr uint32_t exponent = dtype == DType::bfloat16 ? 0x7f80 : 0x7c00;
+    const uint32_t low = (pair & exponent) == exponent ? 0 : 0xffff;
+    const uint32_t high = (pair & exponent << 16) == exponent << 16 ? 0 : 0xffff0000;
+    return pair & (low | high);
+}
+
+}  // namespace flash::cuda

@@ -1,0 +1,51 @@
+// A warp's accumulators, as mma_sync leaves them: kRows x kColumns floats in tiles of 16 x 8. A lane holds
+// 2 * row_tiles rows; lanes 4g .. 4g + 3, a quad, hold the same rows.
+#pragma once
+
+#include <cstdint>
+
+namespace flash::cuda {
+
+__device__ __forceinline__ int lane_index() {
+    return threadIdx.x % 32;
+}
+
+template <int kRows, int kColumns>
+struct Fragment {
+    static constexpr int row_tiles = kRows / 16;
+    static constexpr int column_tiles = kColumns / 8;
+    static constexpr int rows = 2 * row_tiles;  // that one lane holds
+
+    float value[row_tiles][column_tiles][4];
+
+    __device__ __forceinline__ void clear() {
+#pragma unroll
+        for (int m = 0; m < row_tiles; ++m)
+#pragma unroll
+            for (int n = 0; n < column_tiles; ++n)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) value[m][n][e] = 0;
+    }
+
+    // Row r of the lane's rows, and its columns c = 0 .. 2 * column_tiles - 1 in ascending order.
+    __device__ __forceinline__ float& at(int r, int c) { return value[r / 2][c / 2][r % 2 * 2 + c % 2]; }
+
+    __device__ __forceinline__ float at(int r, int c) const { return value[r / 2][c / 2][r % 2 * 2 + c % 2]; }
+
+    __device__ __forceinline__ static int row(int r) { return r / 2 * 16 + r % 2 * 8 + lane_index() / 4; }
+    __device__ __forceinline__ static int column(int c) { return c / 2 * 8 + lane_index() % 4 * 2 + c % 2; }
+    static constexpr int columns = 2 * column_tiles;  // that one lane holds
+};
+
+// Over the four lanes that share their rows.
+__device__ __forceinline__ float quad_max(float x) {
+    x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, 1));
+    return fmaxf(x, __shfl_xor_sync(0xffffffff, x, 2));
+}
+
+__device__ __forceinline__ float quad_sum(float x) {
+    x += __shfl_xor_sync(0xffffffff, x, 1);
+    return x + __shfl_xor_sync(0xffffffff, x, 2);
+}
+
+}  // namespace flash::cuda

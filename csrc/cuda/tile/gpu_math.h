@@ -1,0 +1,29 @@
+// The arithmetic of attention/score.h and attention/online_softmax.h on a GPU: exponentials of base 2, one
+// instruction each.
+#pragma once
+
+#include "../../attention/host_device.h"
+#include "../ptx/exp2.h"
+
+namespace flash::cuda {
+
+struct GpuMath {
+    using Real = float;
+    using Value = float;
+    using Condition = bool;
+
+    static constexpr double unit = 1.4426950408889634;  // log2(e)
+
+    __device__ __forceinline__ static float broadcast(float x) { return x; }
+    __device__ __forceinline__ static float select(bool condition, float yes, float no) {
+        return condition ? yes : no;
+    }
+    __device__ __forceinline__ static float exponential(float x) { return exp2_approximate(x); }
+    __device__ __forceinline__ static float plus_log(float x, float y) { return x + logf(y); }
+    // 1 - 2 / (1 + e^2x): absolute error 1e-7, right at both infinities.
+    __device__ __forceinline__ static float tanh(float x) {
+        return 1 - __fdividef(2, 1 + exp2_approximate(x * float(2 * unit)));
+    }
+};
+
+}  // namespace flash::cuda

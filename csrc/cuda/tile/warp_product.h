@@ -1,0 +1,126 @@
+// Products of a warp: D += A B with accumulators in registers and operands in shared memory, or A in
+// registers as another product's accumulators. Addresses are a lane's (SmemTile), already moved to the warp's
+// part.
+#pragma once
+
+#include "../ptx/mma_sync.h"
+#include "element.h"
+#include "smem_tile.h"
+
+namespace flash::cuda {
+
+// The order of a product's steps: along k in 16s, along D's columns in 16s within. Operands are loaded
+// `kAhead` steps before the multiplications that use them, the latency of ldmatrix: ptxas keeps this order.
+constexpr int kAhead = 2;
+
+// load_a(a, k) fills a[row tile][4], load_b(b, k, n) fills b for columns n .. n + 15.
+template <DType dtype, int kDepth, class Accumulators, class LoadA, class LoadB>
+__device__ __forceinline__ void multiply(Accumulators& d, const LoadA& load_a, const LoadB& load_b) {
+    constexpr int columns = Accumulators::column_tiles / 2, steps = kDepth / 16 * columns;
+    uint32_t a[2][Accumulators::row_tiles][4], b[kAhead + 1][4];
+#pragma unroll
+    for (int i = 0; i < steps + kAhead; ++i) {
+        if (i < steps) {
+            if (i % columns == 0) load_a(a[i / columns % 2], i / columns * 16);
+            load_b(b[i % (kAhead + 1)], i / columns * 16, i % columns * 16);
+        }
+        if (i >= kAhead) {
+            const int done = i - kAhead, n = done % columns * 2;
+            const auto& left = a[done / columns % 2];
+            const auto& right = b[done % (kAhead + 1)];
+#pragma unroll
+            for (int m = 0; m < Accumulators::row_tiles; ++m) {
+                mma_m16n8k16<dtype>(d.value[m][n], left[m], right[0], right[1]);
+                mma_m16n8k16<dtype>(d.value[m][n + 1], left[m], right[2], right[3]);
+            }
+        }
+    }
+}
+
+// D[i][j] += sum_k A[i][k] B[j][k]: rows of A with rows of B.
+template <DType dtype, class A, class B, class Accumulators>
+__device__ __forceinline__ void multiply_rows_by_rows(Accumulators& d, uint32_t a_rows_first,
+                                                      uint32_t b_columns_first) {
+    static_assert(A::columns == B::columns);
+    multiply<dtype, A::columns>(
+        d,
+        [&](uint32_t (&a)[Accumulators::row_tiles][4], int k) {
+#pragma unroll
+            for (int m = 0; m < Accumulators::row_tiles; ++m) A::load_a(a[m], a_rows_first, m * 16, k);
+        },
+        [&](uint32_t (&b)[4], int k, int n) { B::load_b(b, b_columns_first, n, k); });
+}
+
+// D[i][j] += sum_k A[i][k] B[k][j]: rows of A with columns of B.
+template <DType dtype, class A, class B, class Accumulators>
+__device__ __forceinline__ void multiply_rows_by_columns(Accumulators& d, uint32_t a_rows_first,
+                                                         uint32_t b_rows_first) {
+    static_assert(A::columns == B::rows);
+    multiply<dtype, A::columns>(
+        d,
+        [&](uint32_t (&a)[Accumulators::row_tiles][4], int k) {
+#pragma unroll
+            for (int m = 0; m < Accumulators::row_tiles; ++m) A::load_a(a[m], a_rows_first, m * 16, k);
+        },
+        [&](uint32_t (&b)[4], int k, int n) { B::load_b_transposed(b, b_rows_first, k, n); });
+}
+
+// D[i][j] += sum_k A[k][i] B[k][j]: columns of A with columns of B.
+template <DType dtype, class A, class B, class Accumulators>
+__device__ __forceinline__ void multiply_columns_by_columns(Accumulators& d, uint32_t a_columns_first,
+                                                            uint32_t b_rows_first) {
+    static_assert(A::rows == B::rows);
+    multiply<dtype, A::rows>(
+        d,
+        [&](uint32_t (&a)[Accumulators::row_tiles][4], int k) {
+#pragma unroll
+            for (int m = 0; m < Accumulators::row_tiles; ++m)
+                A::load_a_transposed(a[m], a_columns_first, k, m * 16);
+        },
+        [&](uint32_t (&b)[4], int k, int n) { B::load_b_transposed(b, b_rows_first, k, n); });
+}
+
+// A's 16 columns from 8 * column_tile on: another product's accumulators, rounded to dtype.
+template <DType dtype, class Left>
+__device__ __forceinline__ void pack_operand(uint32_t (&a)[Left::row_tiles][4], const Left& left,
+                                             int column_tile) {
+#pragma unroll
+    for (int m = 0; m < Left::row_tiles; ++m) {
+        const auto &low = left.value[m][column_tile], &high = left.value[m][column_tile + 1];
+        a[m][0] = pack<dtype>(low[0], low[1]);
+        a[m][1] = pack<dtype>(low[2], low[3]);
+        a[m][2] = pack<dtype>(high[0], high[1]);
+        a[m][3] = pack<dtype>(high[2], high[3]);
+    }
+}
+
+// D[i][j] += sum_k A[i][k] B[k][j] with A in registers: prepare(k) makes columns k .. k + 15 of `left` final
+// just before they are rounded, so that its arithmetic runs beside the multiplications of the columns before.
+template <DType dtype, class B, class Left, class Accumulators, class Prepare>
+__device__ __forceinline__ void multiply_registers_by_columns(Accumulators& d, Left& left,
+                                                              uint32_t b_rows_first, const Prepare& prepare) {
+    multiply<dtype, Left::column_tiles * 8>(
+        d,
+        [&](uint32_t (&a)[Left::row_tiles][4], int k) {
+            prepare(k);
+            pack_operand<dtype>(a, left, k / 8);
+        },
+        [&](uint32_t (&b)[4], int k, int n) { B::load_b_transposed(b, b_rows_first, k, n); });
+}
+
+// Writes accumulators, rounded to dtype, to the part of a shared tile that starts at (row, column).
+template <DType dtype, class Tile, class Accumulators>
+__device__ __forceinline__ void store_fragment(uint32_t tile, const Accumulators& d, int row, int column) {
+#pragma unroll
+    for (int r = 0; r < Accumulators::rows; ++r)
+#pragma unroll
+        for (int n = 0; n < Accumulators::column_tiles; ++n) {
+            const int chunk = column / 8 + n;
+            const uint32_t place =
+                Tile::offset(row + Accumulators::row(r), chunk / Tile::chunks, chunk % Tile::chunks);
+            store_shared(tile + place + lane_index() % 4 * 4,
+                         pack<dtype>(d.value[r / 2][n][r % 2 * 2], d.value[r / 2][n][r % 2 * 2 + 1]));
+        }
+}
+
+}  // namespace flash::cuda

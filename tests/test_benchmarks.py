@@ -1,0 +1,198 @@
+"""benchmarks/: that what they print is what they claim, on sizes of no interest."""
+
+import importlib.util
+import json
+import math
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+import attention  # noqa: E402  (found on the path set just above, as the modules below)
+import memory  # noqa: E402
+import training  # noqa: E402
+from cell import Cell  # noqa: E402
+from implementations import IMPLEMENTATIONS, Implementation  # noqa: E402
+
+SMALL = "--seqlens 96 --head-dims 32 --tokens 192 --hidden 64 --rounds 2 --idle-ms 0".split()
+CELL = Cell("forward", "float32", 96, 32, "full", -1, 2, 2)
+MASKS = [("full", -1), ("causal", -1), ("window", 7)]
+NCU_HEADER = ('"ID","Process ID","Process Name","Host Name","Kernel Name","Context","Stream","Block Size",'
+              '"Grid Size","Device","CC","Section Name","Metric Name","Metric Unit","Metric Value"')
+NCU_LINE = '"{}","7","python","host","{}","1","7","(1, 1, 1)","(1, 1, 1)","0","9.0","","{}","byte","{}"'
+
+
+@pytest.fixture(scope="module")
+def io():
+    """By its path: the name is the standard library's."""
+    spec = importlib.util.spec_from_file_location("benchmarks_io", BENCHMARKS / "io.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_attention_writes_its_table(device, tmp_path, capsys):
+    path = tmp_path / "results" / "attention.json"
+    attention.main([*SMALL, "--device", device, "--dtypes", "bfloat16", "--window", "7", "--deterministic",
+                    "--json", str(path)])
+    printed, results = capsys.readouterr().out, json.loads(path.read_text())
+    assert len(results["cells"]) == 6 and printed.count("\nforward ") == 3
+    for cell in results["cells"]:
+        ours = cell["results"]["flash_attn"]
+        assert len(ours["seconds"]) == 2 and ours["ms"] > 0 and ours["gflops"] > 0
+        assert set(ours["errors"]) == ({"out"} if cell["direction"] == "forward" else {"dq", "dk", "dv"})
+        assert max(ours["errors"].values()) < 0.1
+        assert ("deterministic" in cell["results"]) == (cell["direction"] == "backward")
+    means = {(mean["cells"], mean["peer"]): mean for mean in results["geometric_means"]}
+    peer = "sdpa" if device == "cpu" else "fa2"
+    assert means["all", peer]["count"] == 4 and means["all", peer]["least"] <= means["all", peer]["ratio"]
+    assert results["machine"]["gemm_gflops"]["bfloat16"] > 0
+
+
+@pytest.mark.parametrize("mask,left", MASKS)
+def test_reference_rows_are_those_of_autograd(mask, left):
+    cell = replace(CELL, mask=mask, left=left)
+    q, k, v, dout = (torch.randn(96, 32, dtype=torch.float64) for _ in range(4))
+    for x in (q, k, v):
+        x.requires_grad_()
+    hidden = ~cell.visible(torch.arange(96), "cpu")
+    out = (q @ k.T / math.sqrt(32)).masked_fill(hidden, -math.inf).softmax(-1) @ v
+    dq, dk, dv = torch.autograd.grad(out, (q, k, v), dout)
+    q, k, v, rows = q.detach(), k.detach(), v.detach(), torch.tensor([0, 5, 95])
+    forward = attention.reference_rows(q, k, v, dout, rows, cell)
+    backward = attention.reference_rows(q, k, v, dout, rows, replace(cell, direction="backward"))
+    for name, exact in {"out": out, "dq": dq, "dk": dk, "dv": dv}.items():
+        torch.testing.assert_close({**forward, **backward}[name], exact.detach()[rows])
+
+
+@pytest.mark.parametrize("mask,left", MASKS)
+@pytest.mark.parametrize("name", ["sdpa", "standard", "deterministic"])
+def test_implementations_compute_the_same(name, mask, left):
+    cell = replace(CELL, mask=mask, left=left)
+    inputs, results = attention.inputs_of(cell, "cpu"), {}
+    for each in ("flash_attn", name):
+        call = attention.prepared_call(cell, IMPLEMENTATIONS[each], inputs, "cpu")
+        results[each] = attention.result_of(cell, IMPLEMENTATIONS[each], call)["out"]
+    torch.testing.assert_close(results["flash_attn"], results[name])
+    assert not any(x.requires_grad for x in inputs)
+
+
+def test_a_refusal_is_shown_and_no_peer(monkeypatch):
+    def refuse(cell, device):
+        raise RuntimeError("no kernel")
+
+    monkeypatch.setitem(attention.IMPLEMENTATIONS, "fa3", Implementation("bshd", refuse))
+    options = attention.parse([*SMALL, "--rounds", "1"])
+    names = ["flash_attn", "sdpa", "fa3"]
+    measured = attention.measure(CELL, names, options)
+    row = attention.table_row(CELL, measured, names, "cuda")
+    assert "fa3 refused: RuntimeError: no kernel" in row and row.splitlines()[0].endswith(" -")
+    assert attention.looked_up(measured, attention.BEST) is measured["sdpa"]
+    means = attention.geometric_means([(CELL, measured)], names)
+    assert {mean["peer"] for mean in means} == {"sdpa", "best"}
+
+
+def test_flops():
+    assert CELL.flops == 4 * 2 * 2 * 96**2 * 32
+    assert replace(CELL, mask="causal", direction="backward").flops == 2.5 * CELL.flops / 2
+    assert replace(CELL, mask="window", left=1).scores == 2 * 96 - 1
+
+
+def test_memory_measures_and_draws(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(memory, "COMPARED", {"cpu": ("flash_attn", "standard")})
+    monkeypatch.setattr(memory, "STANDARD_MATRICES", {"forward+backward": 3, "forward": 2})
+    results, png = tmp_path / "memory.json", tmp_path / "memory.png"
+    memory.main(["--seqlens", "1024", "--limit-gb", "0.04", "--json", str(results), "--plot", str(png)])
+    both, forward = json.loads(results.read_text())["cells"]
+    assert both["results"]["standard"] == {"left_out": "needs about 0.1 GB"}
+    ours, standard = forward["results"]["flash_attn"], forward["results"]["standard"]
+    assert ours["inputs"] == 3 * ours["results"] == 3 * 2**20
+    assert ours["bytes"] < 4 * 2**20 < 2 * 16 * 2**20 < standard["bytes"] + 4 * 2**20
+    first = png.read_bytes()
+    png.unlink()
+    memory.main(["--plot", str(results)])
+    assert png.read_bytes() == first and first.startswith(b"\x89PNG")
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    memory.main(["--plot", str(results)])
+    assert "is not drawn" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_memory_on_a_gpu(tmp_path):
+    path = tmp_path / "memory.json"
+    memory.main(["--device", "cuda", "--seqlens", "2048", "--heads", "2", "--json", str(path)])
+    for cell in json.loads(path.read_text())["cells"]:
+        ours, standard = cell["results"]["flash_attn"], cell["results"]["standard"]
+        assert 0 <= ours["bytes"] < 2**24 <= standard["bytes"]
+
+
+def ncu_log(io, passes):
+    """What ncu writes of [[(kernel, bytes of every metric), ...] of each pass], amid its own messages."""
+    lines, number = ["==PROF== Connected", NCU_HEADER], 0
+    for kernels in passes:
+        for name, size in [("at::cuda::spin_kernel(long)", 1), *kernels]:
+            for metric, scale in io.METRICS.values():
+                lines.append(NCU_LINE.format(number, name, metric, f"{size // scale:,}"))
+            number += 1
+    return "\n".join([*lines, "==PROF== Disconnected\n"])
+
+
+def test_io_sums_a_pass(io, tmp_path):
+    cells = io.sweeps(io.parse(["--seqlens", "512", "1024", "--head-dims", "64", "128"]))["seqlen"]
+    passes = [[("ours", 2**21)], [("ours", 2**21), ("prepare", 2**20)], [("mm", 2**26)], [("mm", 2**27)]]
+    counted = io.passes_of(ncu_log(io, passes * len(cells)))
+    assert [kernel["name"] for kernel in counted[1]] == ["ours", "prepare"]
+    rows = list(io.rows_of("seqlen", cells, None, counted, io.COMPARED, 2**17))
+    assert len(rows) == 8 and rows[1]["l2_sm"] == 3 * 2**20 and io.dram(rows[1]) == 6 * 2**20
+    # N^2 d^2 / M and N d + N^2, of 32 * 16 heads in bfloat16.
+    assert rows[0]["formula"] == 512 * 512**2 * 64**2 / 2**16 * 2
+    assert rows[2]["formula"] == 512 * (512 * 64 + 512**2) * 2
+    table = list(io.table(rows))
+    assert len(table) == 2 + 4 and re.search(r"^forward +512 +64 +0\.004 +0\.134 +0\.002 +0\.067", table[2])
+    results = {"rows": rows, "machine": {"processor": "GPU"}, "options": vars(io.parse([]))}
+    path = tmp_path / "io.json"
+    path.write_text(json.dumps(results, default=str))
+    io.main(["--plot", str(path)])
+    assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_io_counts_nothing_where_a_counter_is_missing(io):
+    text = ncu_log(io, [[("ours", 2**21)]]).replace("2,097,152", "n/a")
+    (row, *_) = io.rows_of("seqlen", [CELL], None, io.passes_of(text) * 4, io.COMPARED, 2**17)
+    assert row["dram_read"] is None and io.dram(row) is None and row["l2_sm"] == 2**21
+    assert " - " in list(io.table([row]))[2]
+
+
+@pytest.mark.parametrize("script,message", [
+    (None, "not on the PATH"),
+    ("echo '==ERROR== ERR_NVGPUCTRPERM'; exit 1", r"ncu is not usable here[\s\S]*ERR_NVGPUCTRPERM"),
+])
+def test_io_says_that_ncu_is_not_usable(io, tmp_path, monkeypatch, script, message):
+    if script:
+        (tmp_path / "ncu").write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / "ncu").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin" if script else str(tmp_path))
+    monkeypatch.setattr(io.glob, "glob", lambda pattern: [])
+    with pytest.raises(SystemExit, match=message):
+        io.count([CELL], io.COMPARED, {})
+
+
+def test_training_compares(tmp_path, capsys):
+    text, results = tmp_path / "text.txt", tmp_path / "training.json"
+    text.write_text("".join(f"{i}: the quick brown fox, {i % 7} lazy dogs\n" for i in range(300)))
+    options = "--steps 8 --context 32 --batch 4 --eval-windows 4 --device cpu --data".split()
+    training.main([*options, str(text), "--json", str(results), "--plot", str(tmp_path / "training.png")])
+    attentions = json.loads(results.read_text())["attentions"]
+    assert list(attentions) == ["flash", "sdpa", "standard"]
+    for row in attentions.values():
+        assert len(row["train_losses"]) == 8 and row["tokens_per_second"] > 0
+        assert row["train_losses"] == pytest.approx(attentions["standard"]["train_losses"], abs=2e-4)
+        assert row["held_out_loss"] == pytest.approx(attentions["standard"]["held_out_loss"], abs=2e-4)
+    assert re.search(r"^flash +[\d,]+ +\d+\.\d\d +- +\d\.\d{4}", capsys.readouterr().out, re.M)
+    assert (tmp_path / "training.png").stat().st_size > 10_000

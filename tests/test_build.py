@@ -1,0 +1,96 @@
+"""What the build decides before it compiles: for which GPUs; and how its reports are judged after."""
+
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+toolkit = runpy.run_path(ROOT / "csrc" / "cuda" / "toolkit.py", run_name="toolkit")
+NVCC_13 = toolkit["Toolkit"]("nvcc", "13.0", (75, 80, 86, 89, 90, 100, 120, 121))
+NVCC_12 = toolkit["Toolkit"]("nvcc", "12.0", (75, 80, 86, 89, 90))
+
+
+def chosen(environment, nvcc=NVCC_13, gpus=()):
+    architectures, why = toolkit["choose"](nvcc, environment, lambda: sorted(gpus))
+    assert why and "\n" not in why
+    return ", ".join(map(str, architectures)), why
+
+
+@pytest.mark.parametrize("text,expected", [
+    ("80;90", "8.0, 9.0"), ("8.0;9.0+PTX", "8.0, 9.0+PTX"), ("7.0 7.5 8.0 8.6+PTX", "8.0, 8.6+PTX"),
+    ("90a,100", "9.0, 10.0"), ("9.0;9.0+PTX", "9.0+PTX"), ("120", "12.0"), ("12.0+ptx", "12.0+PTX"),
+])
+def test_lists_of_architectures(text, expected):
+    assert chosen({"FLASH_ATTN_CUDA_ARCHS": text})[0] == expected
+    assert chosen({"TORCH_CUDA_ARCH_LIST": text})[0] == expected
+
+
+@pytest.mark.parametrize("text", ["Hopper", "80;hopper", "9"])
+def test_what_is_no_architecture(text):
+    with pytest.raises(SystemExit, match="FLASH_ATTN_CUDA_ARCHS"):
+        chosen({"FLASH_ATTN_CUDA_ARCHS": text})
+
+
+def test_all_is_one_of_each_generation_that_the_compiler_knows():
+    assert chosen({"FLASH_ATTN_CUDA_ARCHS": "all"})[0] == "8.0, 9.0, 10.0, 12.0+PTX"
+    assert chosen({"FLASH_ATTN_CUDA_ARCHS": "ALL"}, NVCC_12)[0] == "8.0, 9.0+PTX"
+
+
+def test_who_decides():
+    both = {"FLASH_ATTN_CUDA_ARCHS": "80", "TORCH_CUDA_ARCH_LIST": "9.0"}
+    assert chosen(both, gpus=[120])[0] == "8.0"
+    assert chosen({"TORCH_CUDA_ARCH_LIST": "9.0"}, gpus=[120])[0] == "9.0"
+    assert chosen({}, gpus=[90, 86])[0] == "8.6, 9.0"
+
+
+def test_a_gpu_that_the_compiler_does_not_know_yet():
+    assert chosen({}, NVCC_12, gpus=[100])[0] == "9.0+PTX"
+
+
+def test_no_gpu_engine():
+    assert chosen({"FLASH_ATTN_CUDA_ARCHS": "none"}, gpus=[90])[0] == ""
+    assert "8.0" in chosen({}, gpus=[75])[1]
+    for nvcc, word in ((None, "nvcc"), (NVCC_13, "FLASH_ATTN_CUDA_ARCHS")):
+        architectures, why = chosen({}, nvcc)
+        assert architectures == "" and word in why and "CPU engine only" in why
+    with pytest.raises(SystemExit, match="nvcc"):
+        chosen({"FLASH_ATTN_CUDA_ARCHS": "90"}, None)
+
+
+REPORT = """\
+ptxas info    : Compiling entry function '_ZN5flash4cuda6kernelILi2EEEvi' for 'sm_80'
+ptxas info    : Function properties for _ZN5flash4cuda6kernelILi2EEEvi
+    {stack} bytes stack frame, {stores} bytes spill stores, {loads} bytes spill loads
+ptxas info    : Used 254 registers, used 1 barriers, 792 bytes cmem[0]
+{more}seconds: 12.3
+"""
+
+
+def check_kernels(folder):
+    command = [sys.executable, ROOT / "tools" / "check_kernels.py", folder]
+    done = subprocess.run(command, capture_output=True, text=True)
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("stack,stores,loads,more,word", [
+    (0, 0, 0, "", None), (64, 0, 0, "", None), (16, 8, 12, "", "spills 20 bytes"),
+    (8, 0, 4, "", "spills 4 bytes"),
+    (0, 0, 0, "ptxas info : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized "
+     "due to...\n", "C7510"),
+])
+def test_reports_of_the_compiler(stack, stores, loads, more, word, tmp_path):
+    report = REPORT.format(stack=stack, stores=stores, loads=loads, more=more)
+    (tmp_path / "sm80_forward.log").write_text(report)
+    (tmp_path / "cpp.log").write_text("seconds: 1.0\n")
+    status, printed = check_kernels(tmp_path)
+    assert "sm80_forward" in printed and "254" in printed and "12.3" in printed and "sm_80" in printed
+    assert (status, "FAILED" in printed) == ((0, False) if word is None else (1, True))
+    assert word is None or word in printed
+
+
+def test_no_reports_at_all(tmp_path):
+    status, printed = check_kernels(tmp_path)
+    assert status == 1 and "no kernel" in printed

@@ -1,0 +1,202 @@
+"""Every shape has a kernel on every chip, and what chooses it is a pure function of sizes: no GPU needed."""
+
+import functools
+import runpy
+from pathlib import Path
+
+import pytest
+
+from flash_attn import _C, build_info
+
+ROOT = Path(__file__).resolve().parent.parent
+TABLE = runpy.run_path(ROOT / "csrc" / "cuda" / "kernel_table.py")["ROWS"]
+KERNELS = _C.kernels()
+PASSES = ("forward", "backward")
+DTYPES = list(dict.fromkeys(kernel["dtype"] for kernel in KERNELS))
+# Compute capability: multiprocessors of a chip, bytes of shared memory that a block may have (CUDA C++
+# Programming Guide, technical specifications per compute capability).
+CHIPS = {
+    80: (108, 166912), 86: (84, 101376), 89: (142, 101376), 90: (132, 232448), 100: (148, 232448),
+    120: (170, 101376),
+}
+
+pytestmark = pytest.mark.skipif(not KERNELS, reason="this build has no CUDA kernels")
+
+
+def chip(capability):
+    multiprocessors, shared_bytes = CHIPS[capability]
+    return {"capability": capability, "multiprocessors": multiprocessors,
+            "shared_bytes_per_block": shared_bytes}
+
+
+def sizes(seqlen_q=1024, seqlen_k=1024, batch=4, heads=16, head_dim=64, **given):
+    return {"dtype": "bfloat16", "batch": batch, "heads_q": heads, "heads_k": heads, "head_dim": head_dim,
+            "head_dim_v": head_dim, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "rows_q": seqlen_q,
+            "rows_k": seqlen_k, "window_left": -1, "window_right": -1, "packed": False, "block_mask": False,
+            "deterministic": False, **given}
+
+
+@functools.cache
+def runs_on(capability):
+    """Did this build compile for the chip?"""
+    plan = _C.plan(sizes(dtype=DTYPES[0], head_dim=1), chip(capability))["forward"]
+    return plan["engine"] is not None or "compiled for" not in plan["error"]
+
+
+def rows_of(which, dtype):
+    return [kernel for kernel in KERNELS if kernel["pass"] == which and kernel["dtype"] == dtype]
+
+
+def test_registry_is_the_table():
+    expected = [(row.engine, row.name(dtype)) for which in PASSES for row in TABLE if row.kernel == which
+                for dtype in row.dtypes]
+    assert [(kernel["engine"], kernel["name"]) for kernel in KERNELS] == expected
+    assert len(set(expected)) == len(expected)
+
+
+def test_rows_say_what_was_compiled():
+    configurations = {row.name(dtype): row.configuration for row in TABLE for dtype in row.dtypes}
+    for kernel in KERNELS:
+        row = configurations[kernel["name"]]
+        for field in ("head_dim", "query_tile", "key_tile"):
+            assert kernel[field] == getattr(row, field), kernel["name"]
+        assert f"_{kernel['dtype']}_" in kernel["name"]
+
+
+def test_shared_memory_is_within_some_chip():
+    largest = max(shared_bytes for _, shared_bytes in CHIPS.values())
+    assert all(0 < kernel["shared_bytes"] <= largest for kernel in KERNELS)
+
+
+@pytest.mark.parametrize("capability", CHIPS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("which", PASSES)
+def test_every_head_dim_has_a_kernel(which, dtype, capability):
+    rows = rows_of(which, dtype)
+    if which == "backward" and not any(kernel["pass"] == "backward" for kernel in KERNELS):
+        pytest.skip("this build has no backward kernels at all")
+    fitting = [row["head_dim"] for row in rows if row["shared_bytes"] <= CHIPS[capability][1]]
+    missing = [head_dim for head_dim in range(1, 257) if not any(head_dim <= most for most in fitting)]
+    assert not missing, f"{which} {dtype} on {capability / 10}: no kernel from head_dim {missing[0]} on"
+
+
+@pytest.mark.parametrize("capability", CHIPS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("which", PASSES)
+def test_choice_is_the_first_row_that_fits(which, dtype, capability):
+    if not runs_on(capability):
+        pytest.skip(f"this build is not for {capability / 10}")
+    rows = rows_of(which, dtype)
+    for head_dim in range(1, 257):
+        for head_dim_v in {head_dim, 1, 257 - head_dim}:
+            largest = max(head_dim, head_dim_v)
+            fitting = [row["name"] for row in rows if largest <= row["head_dim"]
+                       and row["shared_bytes"] <= CHIPS[capability][1]]
+            problem = sizes(dtype=dtype, head_dim=head_dim, head_dim_v=head_dim_v)
+            plan = _C.plan(problem, chip(capability))[which]
+            assert plan.get("configuration") == (fitting[0] if fitting else None)
+
+
+@pytest.mark.parametrize("capability", CHIPS)
+def test_no_more_padding_than_needed(capability):
+    """Rows stand in an order in which the first that fits wastes the least of a tile."""
+    for which in PASSES:
+        for dtype in DTYPES:
+            padded = [row["head_dim"] for row in rows_of(which, dtype)
+                      if row["shared_bytes"] <= CHIPS[capability][1] and row["engine"] == "sm80"]
+            for head_dim in range(1, 257):
+                wide_enough = [most for most in padded if most >= head_dim]
+                assert not wide_enough or wide_enough[0] == min(wide_enough), (which, dtype, head_dim)
+
+
+def efficiency(blocks, multiprocessors):
+    """Share of the device that works, over all waves of blocks."""
+    return blocks / multiprocessors / -(-blocks // multiprocessors)
+
+
+@pytest.mark.parametrize("multiprocessors", [1, 20, 108, 132, 148])
+def test_splits_fill_the_device(multiprocessors):
+    for blocks in (1, 2, 7, 8, 30, 64, 100, 105, 106, 132, 1000):
+        for key_tiles in (0, 1, 4, 5, 6, 17, 64, 100, 1000, 100_000):
+            splits = _C.splits_for(blocks, key_tiles, multiprocessors)
+            if key_tiles <= 4 or blocks >= 0.8 * multiprocessors:
+                assert splits == 1
+                continue
+            assert 1 <= splits <= min(128, multiprocessors, key_tiles)
+            counts = range(1, min(128, multiprocessors, key_tiles) + 1)
+            best = max(efficiency(blocks * count, multiprocessors) for count in counts)
+            shortening = [count for count in counts
+                          if count == 1 or -(-key_tiles // count) < -(-key_tiles // (count - 1))]
+            enough = [count for count in shortening
+                      if efficiency(blocks * count, multiprocessors) >= 0.85 * best - 1e-12]
+            assert splits == (enough[0] if enough else 1), (blocks, key_tiles, multiprocessors)
+
+
+def test_splits_for_nothing():
+    assert _C.splits_for(0, 100, 132) == 1
+
+
+def on_h100(**given):
+    if not runs_on(90):
+        pytest.skip("this build is not for 9.0")
+    return _C.plan(sizes(**given), chip(90))["forward"]
+
+
+def test_few_queries_split_the_keys():
+    plan = on_h100(seqlen_q=1, seqlen_k=8192, batch=1, heads=8)
+    assert 8 <= plan["splits"] <= 32
+    # A partial out of 64 numbers and a partial lse for each split, head and query.
+    assert plan["workspace_bytes"] >= plan["splits"] * 8 * 65 * 4
+
+
+def test_enough_queries_do_not():
+    plan = on_h100()
+    assert plan["splits"] == 1 and plan["workspace_bytes"] == 0
+
+
+@pytest.mark.parametrize("given", [{"packed": True}, {"block_mask": True}, {"window_left": 100}], ids=str)
+def test_only_whole_dense_rows_of_keys_are_split(given):
+    assert on_h100(seqlen_q=1, seqlen_k=8192, batch=1, heads=8, **given)["splits"] == 1
+
+
+def test_a_window_as_wide_as_the_keys_is_none():
+    few = {"seqlen_q": 1, "seqlen_k": 8192, "batch": 1, "heads": 8}
+    assert on_h100(**few, window_left=8192)["splits"] == on_h100(**few)["splits"]
+
+
+def test_empty_problems():
+    for given in ({"seqlen_q": 0}, {"seqlen_k": 0}, {"seqlen_q": 0, "seqlen_k": 0, "packed": True}):
+        plan = on_h100(**given)
+        assert plan["splits"] == 1 and plan["workspace_bytes"] == 0
+
+
+def test_a_dtype_without_kernels():
+    plan = on_h100(dtype="float64")
+    assert plan["engine"] is None
+    for word in ("float64", *DTYPES):
+        assert word in plan["error"]
+
+
+def test_an_old_gpu():
+    plan = _C.plan(sizes(), {**chip(80), "capability": 75})["forward"]
+    assert plan["engine"] is None and "7.5" in plan["error"] and "8.0" in plan["error"]
+
+
+def test_a_gpu_with_little_shared_memory():
+    on_h100()
+    plan = _C.plan(sizes(), {**chip(90), "shared_bytes_per_block": 1000})["forward"]
+    assert plan["engine"] is None and "shared memory, this GPU has 1000" in plan["error"]
+
+
+def test_every_other_kernel_has_its_reason():
+    plan = on_h100()
+    kernels = {kernel["name"] for kernel in rows_of("forward", "bfloat16")}
+    assert {kernel for _, kernel, _ in plan["others"] if kernel} == kernels - {plan["configuration"]}
+    assert all(reason for _, _, reason in plan["others"])
+
+
+def test_engines_are_reported():
+    reports = {engine["name"]: engine for engine in build_info()["engines"]}
+    for name in {kernel["engine"] for kernel in KERNELS}:
+        assert reports[name]["configuration"].startswith("cuda ")
+        assert reports[name]["usable"] != bool(reports[name]["why_not"])
