@@ -64,17 +64,19 @@ struct ForwardProblem {
     uint32_t dropout_threshold = 0;      // a score is dropped if its 16 random bits are below; 0: no dropout
     BlockLists key_blocks;               // per query block; counts == nullptr: no block mask
     BlockLists query_blocks;             // per key block, the transpose; the backward's
+    // Bits that depend on nothing but the row: of out whatever else is in the batch, of dq over runs. out, dk
+    // and dv are bitwise repeatable always.
+    bool deterministic = false;
 };
 
 struct BackwardProblem {
-    ForwardProblem forward;      // out and lse hold what the forward wrote
-    TensorView dout;             // [B, Sq, H, Dv]
-    RowStatistics dlse;          // [B, H, Sq]; data == nullptr: lse has no gradient
-    TensorView dq;               // [B, Sq, H, D]
-    TensorView dk;               // [B, Sk, Hk, D]
-    TensorView dv;               // [B, Sk, Hk, Dv]
-    RowStatistics delta;         // [B, H, Sq] workspace: rowsum(dO * O) - dlse
-    bool deterministic = false;  // dq has to be bitwise repeatable, as out, dk and dv always are
+    ForwardProblem forward;  // out and lse hold what the forward wrote
+    TensorView dout;         // [B, Sq, H, Dv]
+    RowStatistics dlse;      // [B, H, Sq]; data == nullptr: lse has no gradient
+    TensorView dq;           // [B, Sq, H, D]
+    TensorView dk;           // [B, Sk, Hk, D]
+    TensorView dv;           // [B, Sk, Hk, Dv]
+    RowStatistics delta;     // [B, H, Sq] workspace: rowsum(dO * O) - dlse
 };
 
 }  // namespace flash

@@ -123,7 +123,8 @@ def test_company_in_the_batch(dtype, seqlen_q, seqlen_k, heads, head_dim, featur
     (40, 3000, (2, 1), 64, {}), (1, 8000, (1, 1), 128, {}), (150, 300, (4, 2), 64, {}),
     (130, 1000, (2, 2), 256, {}), (1000, 1000, (1, 1), 128, {"causal": True})], ids=str)
 def test_company_that_fills_the_gpu(seqlen_q, seqlen_k, heads, head_dim, features):
-    """Alone these are too few blocks for a GPU, which tempts to share out the keys of a query differently."""
+    """Alone these are too few blocks for a GPU, which then shares out the keys of a query, in as many parts as
+    fill it: not where deterministic=True asks for bits that depend on the row alone."""
     case = Case(torch.bfloat16, 5, seqlen_q, seqlen_k, *heads, head_dim, device=DEVICE, **features)
     check_company_in_the_batch(case)
 

@@ -64,19 +64,19 @@ class Row:
 
 # Of two rows with one head dim the second is for chips with 99 KiB of shared memory a block (8.6, 8.9, 12.0).
 ROWS = [
-    Row("sm80", "forward", HALVES, Forward(64, 128, 64, warps=4, blocks=2)),
+    Row("sm80", "forward", HALVES, Forward(64, 128, 128, warps=4, blocks=2)),
     Row("sm80", "forward", HALVES, Forward(96, 128, 64, warps=4, blocks=2)),
     Row("sm80", "forward", HALVES, Forward(128, 128, 64, warps=4, blocks=2)),
     Row("sm80", "forward", HALVES, Forward(192, 128, 64, warps=8, blocks=1)),
     Row("sm80", "forward", HALVES, Forward(256, 128, 64, warps=8, blocks=1)),
     Row("sm80", "forward", HALVES, Forward(256, 64, 64, warps=4, blocks=1)),
-    Row("sm80", "backward", HALVES, Backward(64, 64, 128, 8, 2, 1, score_rows=2, gradient_rows=4, dq_rows=4)),
+    Row("sm80", "backward", HALVES, Backward(64, 64, 64, 4, 2, 3, score_rows=2, gradient_rows=2, dq_rows=2)),
     Row("sm80", "backward", HALVES, Backward(96, 64, 64, 4, 2, 2, score_rows=2, gradient_rows=4, dq_rows=4)),
     Row("sm80", "backward", HALVES, Backward(128, 64, 128, 8, 2, 1, score_rows=2, gradient_rows=4, dq_rows=2)),
     Row("sm80", "backward", HALVES, Backward(128, 64, 64, 8, 1, 1, score_rows=4, gradient_rows=4, dq_rows=2)),
     Row("sm80", "backward", HALVES, Backward(192, 64, 64, 8, 2, 1, score_rows=4, gradient_rows=4, dq_rows=4)),
     Row("sm80", "backward", HALVES, Backward(192, 32, 32, 4, 2, 1, score_rows=2, gradient_rows=2, dq_rows=2)),
-    Row("sm80", "backward", HALVES, Backward(256, 64, 64, 8, 2, 1, score_rows=4, gradient_rows=4, dq_rows=2)),
-    Row("sm80", "backward", HALVES, Backward(256, 64, 64, 8, 1, 1, score_rows=4, gradient_rows=4, dq_rows=2)),
+    Row("sm80", "backward", HALVES, Backward(256, 64, 64, 8, 2, 1, score_rows=2, gradient_rows=2, dq_rows=2)),
+    Row("sm80", "backward", HALVES, Backward(256, 64, 64, 8, 1, 1, score_rows=2, gradient_rows=2, dq_rows=2)),
     Row("sm80", "backward", HALVES, Backward(256, 32, 32, 4, 1, 1, score_rows=2, gradient_rows=2, dq_rows=2)),
 ]

@@ -128,6 +128,8 @@ int splits_of(const ForwardProblem& problem, const ForwardKernel& kernel, const 
     // Partial results are laid out by dense positions, and the share of each block is a range of all keys: a
     // window or a list that leaves most of them out would leave most blocks idle.
     const bool windowed = problem.window_left >= 0 && problem.window_left < problem.seqlen_k;
+    // How many there are depends on the batch, so the bits of a row would.
+    if (problem.deterministic) return 1;
     if (problem.cu_seqlens_q || problem.key_blocks.counts || windowed) return 1;
     const int64_t query_tiles = (problem.seqlen_q + kernel.query_tile - 1) / kernel.query_tile;
     const int64_t key_tiles = (problem.seqlen_k + kernel.key_tile - 1) / kernel.key_tile;

@@ -153,6 +153,7 @@ void Arguments::set_scores(const Options& options) {
     check(std::isfinite(options.softcap) && options.softcap >= 0, "softcap is ", options.softcap,
           "; it must be finite and at least 0 (0: off)");
     problem.softmax_scale = options.softmax_scale;
+    problem.deterministic = options.deterministic;
     problem.softcap = options.softcap;
     problem.window_left = window_of(options.window_size_left);
     problem.window_right = window_of(options.window_size_right);

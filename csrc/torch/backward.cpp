@@ -53,7 +53,6 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(Tensor dout, OptionalTenso
     problem.dv = arguments.view(dv);
     const Tensor delta = arguments.new_statistics();
     problem.delta = arguments.statistics_of(delta);
-    problem.deterministic = deterministic;
     execute(problem, q);
     return {dq, dk, dv};
 }

@@ -115,7 +115,7 @@ dict plans(const dict& sizes, const std::optional<dict>& device_row) {
                   (*device_row)["shared_bytes_per_block"].cast<int64_t>()};
     BackwardProblem problem{};
     problem.forward = problem_of(sizes);
-    problem.deterministic = sizes["deterministic"].cast<bool>();
+    problem.forward.deterministic = sizes["deterministic"].cast<bool>();
     dict both;
     both["forward"] = plan_of(problem.forward, device);
     both["backward"] = plan_of(problem, device);

@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <Features features>
-__global__ void __launch_bounds__(kQueryWalk.warps * 32)
+__global__ void __launch_bounds__(kQueryWalk.warps * 32, 1)
     query_gradient(const __grid_constant__ BackwardProblem problem) {
     extern __shared__ __align__(128) char memory[];
     auto& shared = *reinterpret_cast<QueryGradientShared<kQueryWalk>*>(memory);
@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(kQueryWalk.warps * 32)
 }
 
 int64_t workspace_bytes(const BackwardProblem& problem) {
-    if (problem.deterministic) return 0;
+    if (problem.forward.deterministic) return 0;
     return problem.forward.heads_q * DqSums::tiles(problem.forward, kConfiguration.query_tile) *
            kConfiguration.query_tile * kConfiguration.head_dim * sizeof(float);
 }
@@ -63,7 +63,7 @@ int64_t workspace_bytes(const BackwardProblem& problem) {
 template <Features features>
 void launch_features(const BackwardProblem& problem, const Launch& launch) {
     compute_delta(problem, launch);
-    float* dq_sums = problem.deterministic ? nullptr : static_cast<float*>(launch.workspace);
+    float* dq_sums = problem.forward.deterministic ? nullptr : static_cast<float*>(launch.workspace);
     if (dq_sums)
         check(cudaMemsetAsync(dq_sums, 0, workspace_bytes(problem), static_cast<cudaStream_t>(launch.stream)),
               FLASH_KERNEL_NAME);

@@ -53,7 +53,6 @@ struct BackwardHead {
     ScoreTransform<GpuMath> transform;
     Dropout dropout;
     TileSchedule schedule;
-    Interval seen;  // queries that see some key of the tile
 };
 
 template <BackwardConfiguration c>
@@ -66,16 +65,16 @@ struct BackwardShared {
     alignas(128) char ds[c.query_tile * c.key_tile * 2];
     alignas(16) float lse[c.stages][c.query_tile];
     alignas(16) float delta[c.stages][c.query_tile];
-    uint32_t bad_queries[2][(c.query_tile + 31) / 32];  // rows of Q, of dO that are not finite, a bit each
+    uint32_t bad_queries[(c.query_tile + 31) / 32];  // rows of Q or dO that are not finite, a bit each
     uint32_t bad_keys[(c.key_tile + 31) / 32];
 
     // Thread 0's plan.
     RowTile tile;
     Mask mask;
     HeadRows<const uint16_t> keys, values;
-    int group;                        // query heads to visit; 0 for keys that belong to nobody
-    BackwardHead heads[2];            // of head i at i % 2
-    TileSchedule schedules[c.warps];  // each warp's own copy of its head's
+    int group;              // query heads to visit; 0 for keys that belong to nobody
+    BackwardHead heads[2];  // of head i at i % 2
+    WarpSchedule warps[c.warps];
 };
 
 template <BackwardConfiguration c>
@@ -118,7 +117,6 @@ class BackwardPlan {
                 ? TileSchedule(first, last, c.query_tile,
                                block_list_of(problem.query_blocks, tile.batch, head, tile.rows.begin))
                 : TileSchedule(first, last, c.query_tile);
-        out.seen = {first.begin, last.end};
     }
 
   private:
@@ -136,44 +134,37 @@ class BackwardTile {
 
     __device__ __forceinline__ void run() {
         const Interval keys = shared_.tile.rows;
-        load_tile<threads, KeyTile>(address(shared_.k), shared_.keys, keys.begin, keys);
-        load_tile<threads, KeyTile>(address(shared_.v), shared_.values, keys.begin, keys);
+        load_tile<threads, KeyTile>(address(shared_.k), shared_.keys, shared_.tile.first, keys);
+        load_tile<threads, KeyTile>(address(shared_.v), shared_.values, shared_.tile.first, keys);
+        cp_async_commit();
         dk_.clear();
         dv_.clear();
         // A partial tile of keys is masked throughout: an empty key's score of 0 may be far above lse.
-        const bool partial = keys.end - keys.begin < c.key_tile;
-        bool bad_keys = false, first = true;
+        const bool partial = keys.begin > shared_.tile.first || keys.end < shared_.tile.first + c.key_tile;
+        bool first = true;
         for (int i = 0; i < shared_.group; ++i) {
             __syncthreads();  // head i is described, and everybody has left head i - 1
             if (threadIdx.x == 0 && i + 1 < shared_.group) plan_.start_head(i + 1);
             const BackwardHead& head = shared_.heads[i % 2];
-            TileSchedule& schedule = shared_.schedules[warp()];
-            if (lane_index() == 0) schedule = head.schedule;
-            TileWalk<c.query_tile> walk(schedule);
+            TileWalk<c.query_tile> walk(shared_.warps[warp()], head.schedule);
             int stage = 0;
-            if (walk.more()) load_queries(head, walk.first(), stage);
-            cp_async_commit();
+            load_queries(head, walk, stage);
             while (walk.more()) {
-                const Position query = walk.first();
-                const bool masked = walk.masked() || partial;
-                walk.advance(schedule);
+                Part now{walk.first(), walk.seen(), walk.masked() || partial, stage, false};
+                walk.advance();
                 cp_async_wait<0>();
                 __syncthreads();
-                if (c.stages > 1 && walk.more()) load_queries(head, walk.first(), stage ^ 1);
-                cp_async_commit();
-                if (first) bad_keys = exclude_bad_keys();
+                if (c.stages > 1) load_queries(head, walk, stage ^= 1);
+                if (first) bad_keys_ = exclude_bad_keys();
                 first = false;
-                const bool bad_queries = masked && exclude_bad_queries(stage);
-                differentiate_scores(head, query, stage, masked, bad_queries || bad_keys);
+                if (now.masked) now.bad_queries = exclude_bad_queries(now.stage);
+                differentiate_scores(head, now);
                 __syncthreads();
-                accumulate(stage);
-                if (with_dq_) add_dq(head, query);
+                accumulate(now.stage);
+                if (with_dq_) add_dq(head, now.first);
                 if (c.stages == 1) {
                     __syncthreads();
-                    if (walk.more()) load_queries(head, walk.first(), stage);
-                    cp_async_commit();
-                } else {
-                    stage ^= 1;
+                    load_queries(head, walk, stage);
                 }
             }
         }
@@ -194,33 +185,42 @@ class BackwardTile {
     __device__ __forceinline__ static int warp() { return threadIdx.x / 32; }
     __device__ __forceinline__ static uint32_t address(const char* tile) { return shared_address(tile); }
 
-    __device__ __forceinline__ void load_queries(const BackwardHead& head, Position first, int stage) {
-        load_tile<threads, QueryTile>(address(shared_.q[stage]), head.queries, first, head.seen);
-        load_tile<threads, QueryTile>(address(shared_.dout[stage]), head.douts, first, head.seen);
+    // A tile of queries: where it starts, which of them exist and may see a key, where it lies.
+    struct Part {
+        Position first;
+        Interval seen;
+        bool masked;
+        int stage;
+        bool bad_queries;
+    };
+
+    __device__ __forceinline__ void load_queries(const BackwardHead& head, const TileWalk<c.query_tile>& walk,
+                                                 int stage) {
+        if (!walk.more()) return;
+        const Interval seen = walk.seen();
+        load_tile<threads, QueryTile>(address(shared_.q[stage]), head.queries, walk.first(), seen);
+        load_tile<threads, QueryTile>(address(shared_.dout[stage]), head.douts, walk.first(), seen);
         for (int row = threadIdx.x; row < c.query_tile; row += threads) {
-            const Position query = first + row;
-            const bool valid = head.seen.contains(query);
+            const Position query = walk.first() + row;
+            const bool valid = seen.contains(query);
             cp_async_4(shared_address(&shared_.lse[stage][row]), head.lse + (valid ? query : 0), valid);
             cp_async_4(shared_address(&shared_.delta[stage][row]), head.delta + (valid ? query : 0), valid);
         }
+        cp_async_commit();
     }
 
     // What is not finite becomes 0 where it may meet a probability of 0, in dK += dS^T Q, dV += P^T dO and dQ
     // += dS K; true if there was any, for mark_bad().
     __device__ __forceinline__ bool exclude_bad_queries(int stage) {
-        const bool q =
-            clear_bad_rows<dtype, threads, QueryTile>(address(shared_.q[stage]), shared_.bad_queries[0]);
-        const bool dout =
-            clear_bad_rows<dtype, threads, QueryTile>(address(shared_.dout[stage]), shared_.bad_queries[1]);
-        return q || dout;
+        return clear_bad_rows<dtype, threads, QueryTile>(shared_.bad_queries, address(shared_.q[stage]),
+                                                         address(shared_.dout[stage]));
     }
 
     __device__ __forceinline__ bool exclude_bad_keys() {
-        return clear_bad_rows<dtype, threads, KeyTile>(address(shared_.k), shared_.bad_keys);
+        return clear_bad_rows<dtype, threads, KeyTile>(shared_.bad_keys, address(shared_.k));
     }
 
-    __device__ __forceinline__ void differentiate_scores(const BackwardHead& head, Position query, int stage,
-                                                         bool masked, bool bad) {
+    __device__ __forceinline__ void differentiate_scores(const BackwardHead& head, const Part& part) {
         const int row = warp() / score_columns * Scores::row_tiles * 16;
         const int column = warp() % score_columns * Scores::column_tiles * 8;
         Scores s, dp;
@@ -228,28 +228,35 @@ class BackwardTile {
         dp.clear();
         const int first = row * QueryTile::row_bytes, first_key = column * KeyTile::row_bytes;
         multiply_rows_by_rows<dtype, QueryTile, KeyTile>(
-            s, QueryTile::lane_rows_first(address(shared_.q[stage])) + first,
+            s, QueryTile::lane_rows_first(address(shared_.q[part.stage])) + first,
             KeyTile::lane_columns_first(address(shared_.k)) + first_key);
         multiply_rows_by_rows<dtype, QueryTile, KeyTile>(
-            dp, QueryTile::lane_rows_first(address(shared_.dout[stage])) + first,
+            dp, QueryTile::lane_rows_first(address(shared_.dout[part.stage])) + first,
             KeyTile::lane_columns_first(address(shared_.v)) + first_key);
         RowConstants<Scores::rows> constants;
-        constants.template load<Scores>(shared_.lse[stage] + row, shared_.delta[stage] + row);
+        constants.template load<Scores>(shared_.lse[part.stage] + row, shared_.delta[part.stage] + row);
         differentiate<features>(s, dp, constants, head.transform, head.dropout,
-                                {query + row, shared_.tile.rows.begin + column, shared_.mask.diagonal()});
-        if (masked) mask(s, dp, query + row, column);
-        if (bad) mark_bad(s, dp, query, row, column, masked);
+                                {part.first + row, shared_.tile.first + column, shared_.mask.diagonal()});
+        if (part.masked) mask(s, dp, part, row, column);
+        if (part.bad_queries || bad_keys_) mark_bad(s, dp, part, row, column);
         store_fragment<dtype, ScoreTile>(address(shared_.p), s, row, column);
         store_fragment<dtype, ScoreTile>(address(shared_.ds), dp, row, column);
     }
 
+    __device__ __forceinline__ Interval keys_of(const Part& part, int row) const {
+        const Position query = part.first + row;
+        return part.seen.contains(query) ? intersection(shared_.mask.keys_of(query), shared_.tile.rows)
+                                         : Interval(0, 0);
+    }
+
     // Selects zeros: what lies behind the mask may be infinite.
-    __device__ __forceinline__ void mask(Scores& p, Scores& ds, Position query, int column0) const {
-        const Interval tile = shared_.tile.rows;
+    __device__ __forceinline__ void mask(Scores& p, Scores& ds, const Part& part, int row0,
+                                         int column0) const {
+        const int origin = shared_.tile.first + column0;
 #pragma unroll
         for (int r = 0; r < Scores::rows; ++r) {
-            const Interval keys = intersection(shared_.mask.keys_of(query + Scores::row(r)), tile);
-            const int begin = keys.begin - tile.begin - column0, end = keys.end - tile.begin - column0;
+            const Interval keys = keys_of(part, row0 + Scores::row(r));
+            const int begin = keys.begin - origin, end = keys.end - origin;
 #pragma unroll
             for (int column = 0; column < Scores::columns; ++column) {
                 const int j = Scores::column(column);
@@ -258,21 +265,19 @@ class BackwardTile {
         }
     }
 
-    // Visible scores of rows and columns that were not finite are NaN.
-    __device__ __forceinline__ void mark_bad(Scores& p, Scores& ds, Position query, int row0, int column0,
-                                             bool masked) const {
-        const Interval tile = shared_.tile.rows;
+    // A visible score is NaN if its row of Q, dO or K was not finite.
+    __device__ __forceinline__ void mark_bad(Scores& p, Scores& ds, const Part& part, int row0,
+                                             int column0) const {
 #pragma unroll
         for (int r = 0; r < Scores::rows; ++r) {
             const int i = row0 + Scores::row(r);
-            const Interval keys = intersection(shared_.mask.keys_of(query + i), tile);
-            const bool bad_row =
-                masked && ((shared_.bad_queries[0][i / 32] | shared_.bad_queries[1][i / 32]) >> i % 32 & 1);
+            const Interval keys = keys_of(part, i);
+            const bool bad_row = part.bad_queries && shared_.bad_queries[i / 32] >> i % 32 & 1;
 #pragma unroll
             for (int column = 0; column < Scores::columns; ++column) {
                 const int j = column0 + Scores::column(column);
-                const bool bad = bad_row || (shared_.bad_keys[j / 32] >> j % 32 & 1);
-                if (bad && keys.contains(tile.begin + j))
+                const bool bad = bad_row || (bad_keys_ && shared_.bad_keys[j / 32] >> j % 32 & 1);
+                if (bad && keys.contains(shared_.tile.first + j))
                     p.at(r, column) = ds.at(r, column) = __int_as_float(0x7fffffff);
             }
         }
@@ -338,14 +343,14 @@ class BackwardTile {
         const int64_t first = tile.sequence.first_key_row;
         const HeadRows<uint16_t> dk(problem_.dk, tile.batch, first, tile.head, problem.head_dim);
         const HeadRows<uint16_t> dv(problem_.dv, tile.batch, first, tile.head, problem.head_dim_v);
-        store_tile<threads, KeyTile>(dk, address(shared_.k), tile.rows.begin, tile.rows);
-        store_tile<threads, KeyTile>(dv, address(shared_.v), tile.rows.begin, tile.rows);
+        store_tile<threads, KeyTile>(dk, address(shared_.k), tile.first, tile.rows);
+        store_tile<threads, KeyTile>(dv, address(shared_.v), tile.first, tile.rows);
     }
 
     const BackwardProblem& problem_;
     BackwardShared<c>& shared_;
     BackwardPlan<c> plan_;
-    bool with_dq_;
+    bool with_dq_, bad_keys_ = false;
     Gradient dk_, dv_;
 };
 
@@ -385,7 +390,7 @@ class DqFinish {
         __syncthreads();
         const HeadRows<uint16_t> out(problem.dq, tile.unowned ? 0 : tile.batch, tile.sequence.first_query_row,
                                      tile.head, forward.head_dim);
-        store_tile<threads, QueryTile>(out, address, tile.rows.begin, tile.rows);
+        store_tile<threads, QueryTile>(out, address, tile.first, tile.rows);
     }
 
   private:

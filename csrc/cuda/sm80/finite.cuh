@@ -9,11 +9,9 @@
 
 namespace flash::cuda::sm80 {
 
-// All of the block's kThreads threads; the tile is whole on entry and on return. bad_rows: a bit each;
-// defined only if the result, the same for all threads, is true.
+// Among those that this thread looks at.
 template <DType dtype, int kThreads, class Tile>
-__device__ __forceinline__ bool clear_bad_rows(uint32_t tile, uint32_t* bad_rows) {
-    using Threads = TileThreads<Tile, kThreads>;
+__device__ __forceinline__ bool has_bad_element(uint32_t tile) {
     constexpr uint32_t exponent = dtype == DType::bfloat16 ? 0x7f80 : 0x7c00;
     bool bad = false;
 #pragma unroll 2
@@ -22,9 +20,12 @@ __device__ __forceinline__ bool clear_bad_rows(uint32_t tile, uint32_t* bad_rows
         for (const uint32_t pair : {x.x, x.y, x.z, x.w})
             bad |= (pair & exponent) == exponent || (pair >> 16 & exponent) == exponent;
     }
-    if (!__syncthreads_or(bad)) return false;
-    for (int i = threadIdx.x; i < Tile::rows / 32; i += kThreads) bad_rows[i] = 0;
-    __syncthreads();
+    return bad;
+}
+
+template <DType dtype, int kThreads, class Tile>
+__device__ __forceinline__ void clear_bad_elements(uint32_t tile, uint32_t* bad_rows) {
+    using Threads = TileThreads<Tile, kThreads>;
 #pragma unroll 1
     for (int row = Threads::first_row(); row < Tile::rows; row += Threads::row_step)
         for (int panel = 0; panel < Tile::panels; ++panel) {
@@ -36,6 +37,16 @@ __device__ __forceinline__ bool clear_bad_rows(uint32_t tile, uint32_t* bad_rows
             store_shared(place, clean);
             atomicOr(&bad_rows[row / 32], 1u << row % 32);
         }
+}
+
+// All of the block's kThreads threads; the tiles, which share their rows, are whole on entry and on return.
+// bad_rows: a bit each; defined only if the result, the same for all threads, is true.
+template <DType dtype, int kThreads, class Tile, class... Addresses>
+__device__ __forceinline__ bool clear_bad_rows(uint32_t* bad_rows, Addresses... tiles) {
+    if (!__syncthreads_or((has_bad_element<dtype, kThreads, Tile>(tiles) | ...))) return false;
+    for (int i = threadIdx.x; i < (Tile::rows + 31) / 32; i += kThreads) bad_rows[i] = 0;
+    __syncthreads();
+    (clear_bad_elements<dtype, kThreads, Tile>(tiles, bad_rows), ...);
     __syncthreads();
     return true;
 }

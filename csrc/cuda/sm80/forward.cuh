@@ -41,31 +41,30 @@ class ForwardTile {
         : problem_(problem), shared_(shared) {}
 
     __device__ __forceinline__ void run() {
-        load_tile<threads, QueryTile>(q_address(), shared_.plan.queries, shared_.plan.tile.rows.begin,
-                                      shared_.plan.tile.rows);
+        const RowTile& tile = shared_.plan.tile;
+        load_tile<threads, QueryTile>(q_address(), shared_.plan.queries, tile.first, tile.rows);
         out_.clear();
-        TileWalk<c.key_tile> walk(shared_.plan.schedule());
-        if (walk.more()) load_keys(k_address(), shared_.plan.keys, walk.first());
+        TileWalk<c.key_tile> walk(shared_.plan.warp(), shared_.plan.schedule);
+        load_keys(k_address(), shared_.plan.keys, walk);
         cp_async_commit();
         while (walk.more()) {
             cp_async_wait<0>();
             __syncthreads();
-            const Position key = walk.first();
-            const bool masked = walk.masked();
-            load_keys(v_address(), shared_.plan.values, key);
+            load_keys(v_address(), shared_.plan.values, walk);
             cp_async_commit();
             Scores scores;
             multiply_qk(scores);
-            walk.advance(shared_.plan.schedule());
             cp_async_wait<0>();
             __syncthreads();
-            if (walk.more()) load_keys(k_address(), shared_.plan.keys, walk.first());
-            cp_async_commit();
+            const Position key = walk.first();
             transform(scores, key);
-            if (masked) {
-                mask(scores, key);
+            if (walk.masked()) {
+                mask(scores, key, walk.seen());
                 if (exclude_bad_values()) spoil_rows(scores);
             }
+            walk.advance();
+            load_keys(k_address(), shared_.plan.keys, walk);
+            cp_async_commit();
             follow_maximum(scores);
             multiply_pv(scores, key);
         }
@@ -85,11 +84,11 @@ class ForwardTile {
     __device__ __forceinline__ uint32_t v_address() const { return shared_address(shared_.v); }
     __device__ __forceinline__ static int warp_row() { return int(threadIdx.x) / 32 * warp_rows; }
     __device__ __forceinline__ Position query(int r) const {
-        return shared_.plan.tile.rows.begin + warp_row() + Scores::row(r);
+        return shared_.plan.tile.first + warp_row() + Scores::row(r);
     }
     __device__ __forceinline__ void load_keys(uint32_t tile, const HeadRows<const uint16_t>& rows,
-                                              Position first) {
-        load_tile<threads, KeyTile>(tile, rows, first, shared_.plan.seen);
+                                              const TileWalk<c.key_tile>& walk) {
+        if (walk.more()) load_tile<threads, KeyTile>(tile, rows, walk.first(), walk.seen());
     }
 
     __device__ __forceinline__ void multiply_qk(Scores& s) const {
@@ -100,11 +99,8 @@ class ForwardTile {
 
     // O += P V, with the exponentials of the next columns between the multiplications.
     __device__ __forceinline__ void multiply_pv(Scores& s, Position key) {
-        float sum[Scores::rows] = {};
         multiply_registers_by_columns<dtype, KeyTile>(out_, s, KeyTile::lane_rows_first(v_address()),
-                                                      [&](int k) { exponentiate(s, sum, k / 8, key); });
-#pragma unroll
-        for (int r = 0; r < Scores::rows; ++r) softmax_[r].add(sum[r]);
+                                                      [&](int k) { exponentiate(s, k / 8, key); });
     }
 
     // From dot products to scores; without features the scale is left to soften().
@@ -124,10 +120,10 @@ class ForwardTile {
         }
     }
 
-    __device__ __forceinline__ void mask(Scores& s, Position key) const {
+    __device__ __forceinline__ void mask(Scores& s, Position key, Interval seen) const {
 #pragma unroll
         for (int r = 0; r < Scores::rows; ++r) {
-            const Interval keys = shared_.plan.visible(query(r));
+            const Interval keys = intersection(shared_.plan.visible(query(r)), seen);
             const int begin = keys.begin - key, end = keys.end - key;
 #pragma unroll
             for (int column = 0; column < Scores::columns; ++column) {
@@ -165,15 +161,14 @@ class ForwardTile {
     }
 
     // Scores of 16 columns become probabilities relative to the running maximum.
-    __device__ __forceinline__ void exponentiate(Scores& s, float (&sum)[Scores::rows], int column_tile,
-                                                 Position key) const {
+    __device__ __forceinline__ void exponentiate(Scores& s, int column_tile, Position key) {
 #pragma unroll
         for (int column = 2 * column_tile; column < 2 * column_tile + 4; ++column)
 #pragma unroll
             for (int r = 0; r < Scores::rows; ++r) {
                 float& p = s.at(r, column);
                 p = GpuMath::exponential(p * unit() - softmax_[r].reference());
-                sum[r] += p;
+                softmax_[r].add(p);
             }
         if constexpr (features == Features::dropout) drop(s, column_tile, key);
     }
@@ -181,19 +176,23 @@ class ForwardTile {
     // In a masked tile a probability of 0 may meet a value that is not finite: such values become 0 in shared
     // memory, and keys that had one are noted. All threads of the block; true if there were any.
     __device__ __forceinline__ bool exclude_bad_values() {
-        return clear_bad_rows<dtype, threads, KeyTile>(v_address(), shared_.bad_keys);
+        return clear_bad_rows<dtype, threads, KeyTile>(shared_.bad_keys, v_address());
     }
 
     // O of a row that sees such a key is NaN from here on.
     __device__ __forceinline__ void spoil_rows(const Scores& s) {
+        uint32_t bad = 0;  // the lane's columns
+#pragma unroll 1
+        for (int column = 0; column < Scores::columns; ++column) {
+            const int j = Scores::column(column);
+            bad |= (shared_.bad_keys[j / 32] >> j % 32 & 1) << column;
+        }
 #pragma unroll
         for (int r = 0; r < Scores::rows; ++r) {
             bool sees = false;
 #pragma unroll
-            for (int column = 0; column < Scores::columns; ++column) {
-                const int j = Scores::column(column);
-                sees |= s.at(r, column) != -INFINITY && (shared_.bad_keys[j / 32] >> j % 32 & 1);
-            }
+            for (int column = 0; column < Scores::columns; ++column)
+                sees |= s.at(r, column) != -INFINITY && bad >> column & 1;
             if (quad_max(sees) == 0) continue;
 #pragma unroll
             for (int column = 0; column < Output::columns; ++column)
@@ -204,9 +203,8 @@ class ForwardTile {
     __device__ __forceinline__ void drop(Scores& p, int column_tile, Position key) const {
 #pragma unroll
         for (int m = 0; m < Scores::row_tiles; ++m) {
-            const uint32_t kept =
-                kept_scores(shared_.plan.dropout, shared_.plan.tile.rows.begin + warp_row() + m * 16,
-                            key + column_tile * 8);
+            const uint32_t kept = kept_scores(
+                shared_.plan.dropout, shared_.plan.tile.first + warp_row() + m * 16, key + column_tile * 8);
 #pragma unroll
             for (int i = 0; i < 8; ++i)
                 if (!(kept >> i & 1)) p.at(2 * m + i / 4, 2 * column_tile + i % 4) = 0;
@@ -239,8 +237,7 @@ class ForwardTile {
         const HeadRows<uint16_t> out(problem_.out, shared_.plan.tile.batch,
                                      shared_.plan.tile.sequence.first_query_row, shared_.plan.tile.head,
                                      problem_.head_dim_v);
-        store_tile<threads, QueryTile>(out, q_address(), shared_.plan.tile.rows.begin,
-                                       shared_.plan.tile.rows);
+        store_tile<threads, QueryTile>(out, q_address(), shared_.plan.tile.first, shared_.plan.tile.rows);
     }
 
     // Averages over this split's keys, in fp32 for the combination (any/combine.cu). Dense problems only.

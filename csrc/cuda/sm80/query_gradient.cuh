@@ -40,17 +40,17 @@ class QueryGradientTile {
     __device__ __forceinline__ void run() {
         load_queries();
         dq_.clear();
-        for (TileWalk<c.key_tile> walk(shared_.plan.schedule()); walk.more();
-             walk.advance(shared_.plan.schedule())) {
-            const Interval seen = shared_.plan.seen;
+        for (TileWalk<c.key_tile> walk(shared_.plan.warp(), shared_.plan.schedule); walk.more();
+             walk.advance()) {
+            const Interval seen = walk.seen();
             load_tile<threads, KeyTile>(shared_address(shared_.k), shared_.plan.keys, walk.first(), seen);
             load_tile<threads, KeyTile>(shared_address(shared_.v), shared_.plan.values, walk.first(), seen);
             cp_async_commit();
             cp_async_wait<0>();
             __syncthreads();
             const bool bad = walk.masked() && clear_bad_rows<dtype, threads, KeyTile>(
-                                                  shared_address(shared_.k), shared_.bad_keys);
-            accumulate(walk.first(), walk.masked(), bad);
+                                                  shared_.bad_keys, shared_address(shared_.k));
+            accumulate(walk, bad);
             __syncthreads();
         }
         store();
@@ -70,13 +70,12 @@ class QueryGradientTile {
         const ForwardProblem& problem = problem_.forward;
         const int64_t batch = tile.unowned ? 0 : tile.batch, first = tile.sequence.first_query_row;
         const HeadRows<const uint16_t> dout(problem_.dout, batch, first, tile.head, problem.head_dim_v);
-        load_tile<threads, QueryTile>(shared_address(shared_.q), shared_.plan.queries, tile.rows.begin,
-                                      tile.rows);
-        load_tile<threads, QueryTile>(shared_address(shared_.dout), dout, tile.rows.begin, tile.rows);
+        load_tile<threads, QueryTile>(shared_address(shared_.q), shared_.plan.queries, tile.first, tile.rows);
+        load_tile<threads, QueryTile>(shared_address(shared_.dout), dout, tile.first, tile.rows);
         cp_async_commit();
         for (int row = threadIdx.x; row < c.query_tile; row += threads) {
-            const bool exists = tile.rows.contains(tile.rows.begin + row);
-            const int64_t at = first + tile.rows.begin + row;
+            const bool exists = tile.rows.contains(tile.first + row);
+            const int64_t at = first + tile.first + row;
             shared_.lse[row] =
                 exists ? *statistics_of<const float>(problem.lse, batch, at, tile.head) : -INFINITY;
             shared_.delta[row] =
@@ -84,7 +83,7 @@ class QueryGradientTile {
         }
     }
 
-    __device__ __forceinline__ void accumulate(Position key, bool masked, bool bad) {
+    __device__ __forceinline__ void accumulate(const TileWalk<c.key_tile>& walk, bool bad) {
         const auto& plan = shared_.plan;
         const uint32_t rows = warp_row() * QueryTile::row_bytes;
         Scores s, ds;
@@ -98,23 +97,24 @@ class QueryGradientTile {
             KeyTile::lane_columns_first(shared_address(shared_.v)));
         RowConstants<Scores::rows> constants;
         constants.template load<Scores>(shared_.lse + warp_row(), shared_.delta + warp_row());
-        const Position query = plan.tile.rows.begin + warp_row();
+        const Position query = plan.tile.first + warp_row();
         differentiate<features>(s, ds, constants, plan.transform, plan.dropout,
-                                {query, key, plan.mask.diagonal()});
-        if (masked) mask(ds, key, query, bad);
+                                {query, walk.first(), plan.mask.diagonal()});
+        if (walk.masked()) mask(ds, walk, query, bad);
         multiply_registers_by_columns<dtype, KeyTile>(
             dq_, ds, KeyTile::lane_rows_first(shared_address(shared_.k)), [](int) {});
     }
 
     // Zero where invisible, NaN where a key that is seen is not finite.
-    __device__ __forceinline__ void mask(Scores& ds, Position key, Position query, bool bad) const {
+    __device__ __forceinline__ void mask(Scores& ds, const TileWalk<c.key_tile>& walk, Position query,
+                                         bool bad) const {
 #pragma unroll
         for (int r = 0; r < Scores::rows; ++r) {
-            const Interval keys = shared_.plan.visible(query + Scores::row(r));
+            const Interval keys = intersection(shared_.plan.visible(query + Scores::row(r)), walk.seen());
 #pragma unroll
             for (int column = 0; column < Scores::columns; ++column) {
                 const int j = Scores::column(column);
-                if (!keys.contains(key + j))
+                if (!keys.contains(walk.first() + j))
                     ds.at(r, column) = 0;
                 else if (bad && shared_.bad_keys[j / 32] >> j % 32 & 1)
                     ds.at(r, column) = __int_as_float(0x7fffffff);
@@ -137,7 +137,7 @@ class QueryGradientTile {
         __syncthreads();
         const HeadRows<uint16_t> dq(problem_.dq, tile.unowned ? 0 : tile.batch, tile.sequence.first_query_row,
                                     tile.head, problem_.forward.head_dim);
-        store_tile<threads, QueryTile>(dq, shared_address(shared_.q), tile.rows.begin, tile.rows);
+        store_tile<threads, QueryTile>(dq, shared_address(shared_.q), tile.first, tile.rows);
     }
 
     const BackwardProblem& problem_;

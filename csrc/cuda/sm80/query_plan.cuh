@@ -32,9 +32,9 @@ struct QueryPlan {
     Mask mask;
     ScoreTransform<GpuMath> transform;
     Dropout dropout;
-    Interval slice;                  // the keys that the block may visit
-    Interval seen;                   // those that some row sees
-    TileSchedule schedules[kWarps];  // each warp's own
+    Interval slice;  // the keys that the block may visit
+    TileSchedule schedule;
+    WarpSchedule warps[kWarps];
 
     __device__ void start(const ForwardProblem& problem, const RowTile& row_tile, const Split& part,
                           Position key_tile) {
@@ -51,16 +51,13 @@ struct QueryPlan {
         if (problem.dropout_threshold) dropout = Dropout(problem, batch, tile.head);
         slice = tile.unowned ? Interval(0, 0) : split.keys(sequence.seqlen_k, key_tile);
         const Interval first = visible(tile.rows.begin), last = visible(tile.rows.end - 1);
-        seen = {first.begin, last.end};
-        const TileSchedule schedule =
-            problem.key_blocks.counts
-                ? TileSchedule(first, last, key_tile,
-                               block_list_of(problem.key_blocks, batch, tile.head, tile.rows.begin))
-                : TileSchedule(first, last, key_tile);
-        for (TileSchedule& copy : schedules) copy = schedule;
+        schedule = problem.key_blocks.counts
+                       ? TileSchedule(first, last, key_tile,
+                                      block_list_of(problem.key_blocks, batch, tile.head, tile.rows.begin))
+                       : TileSchedule(first, last, key_tile);
     }
 
-    __device__ __forceinline__ TileSchedule& schedule() { return schedules[threadIdx.x / 32]; }
+    __device__ __forceinline__ WarpSchedule& warp() { return warps[threadIdx.x / 32]; }
 
     __device__ __forceinline__ Interval visible(Position query) const {
         return intersection(mask.keys_of(query), slice);

@@ -10,8 +10,9 @@ namespace flash::cuda::sm80 {
 struct RowTile {
     int64_t batch, head;
     Sequence sequence;
-    Interval rows;  // empty: nothing to do
-    bool unowned;   // rows past the last packed sequence: they get zeros
+    Interval rows;   // empty: nothing to do
+    Position first;  // of the tile, a multiple of 16 not after the first row
+    bool unowned;    // rows past the last packed sequence: they get zeros
 };
 
 // Cuts one axis of a problem into tiles. Blocks count tiles first, then heads, then batch entries, so that
@@ -39,9 +40,12 @@ struct RowTiling {
                 problem.query_blocks};
     }
 
+    // Blocks that don't start at a multiple of 16 leave room for the rows before them.
+    __host__ __device__ RowTiles dense_tiles() const {
+        return RowTiles(rows, lists, lists.counts && lists.row_block % 16 != 0 ? tile - 16 : tile);
+    }
     __host__ __device__ int64_t tiles_per_head() const {
-        return cu_seqlens ? PackedTiles{cu_seqlens, batch, rows, tile}.slots()
-                          : RowTiles(rows, lists, tile).count();
+        return cu_seqlens ? PackedTiles{cu_seqlens, batch, rows, tile}.slots() : dense_tiles().count();
     }
     __host__ __device__ int64_t count() const { return tiles_per_head() * heads * (cu_seqlens ? 1 : batch); }
 
@@ -54,15 +58,16 @@ struct RowTiling {
         const int64_t head = index / per_head % heads;
         if (!cu_seqlens) {
             const int64_t entry = index / per_head / heads;
-            return {entry, head, sequence_of(problem, entry), RowTiles(rows, lists, tile)[Position(slot)],
-                    false};
+            const Interval owned = dense_tiles()[Position(slot)];
+            return {entry, head, sequence_of(problem, entry), owned, owned.begin / 16 * 16, false};
         }
         const PackedTiles packed{cu_seqlens, batch, rows, tile};
         const int64_t entry = packed.sequence_of_slot(slot);
         const Sequence sequence = entry < batch ? sequence_of(problem, entry) : unowned_rows(problem);
         const int64_t first = (slot - packed.first_slot(entry)) * tile;
         const Interval all{0, queries ? sequence.seqlen_q : sequence.seqlen_k};
-        return {entry, head, sequence, intersection({first, first + tile}, all), entry == batch};
+        return {entry,           head,          sequence, intersection({first, first + tile}, all),
+                Position(first), entry == batch};
     }
 };
 

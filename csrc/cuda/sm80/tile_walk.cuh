@@ -1,6 +1,5 @@
 // A schedule one tile at a time, every warp for itself: where the next tile starts is an addition, and only
-// at the end of a run (three times in a dense row of tiles) does a lane ask the schedule, which lies in
-// shared memory.
+// at the end of a run (three times in a dense row of tiles) does a lane ask the schedule.
 #pragma once
 
 #include "../../attention/tile_schedule.h"
@@ -8,33 +7,49 @@
 
 namespace flash::cuda::sm80 {
 
+// A warp's place in its schedule, in shared memory. What is needed only at a mask stays there: registers are
+// scarce.
+struct WarpSchedule {
+    TileSchedule schedule;
+    Run run;
+};
+
+// Tiles start at multiples of kTile, wherever a run starts: what they hold outside the run is masked.
 template <int kTile>
 class TileWalk {
   public:
-    // schedule: this warp's own copy, in shared memory.
-    __device__ __forceinline__ explicit TileWalk(TileSchedule& schedule) { next_run(schedule); }
+    __device__ __forceinline__ TileWalk(WarpSchedule& place, const TileSchedule& schedule) : place_(place) {
+        if (lane_index() == 0) place_.schedule = schedule;
+        next_run();
+    }
 
-    __device__ __forceinline__ bool more() const { return position_ < end_; }
-    __device__ __forceinline__ Position first() const { return position_; }
+    __device__ __forceinline__ bool more() const { return first_ < end_; }
+    __device__ __forceinline__ Position first() const { return first_; }
+    // What of the tile exists and some row sees.
+    __device__ __forceinline__ Interval seen() const {
+        return intersection({first_, first_ + kTile}, {place_.run.begin, place_.run.end});
+    }
     // Some row of the block's tile does not see some position of this one.
-    __device__ __forceinline__ bool masked() const { return masked_; }
+    __device__ __forceinline__ bool masked() const {
+        return place_.run.masked || first_ < place_.run.begin || first_ + kTile > end_;
+    }
 
-    __device__ __forceinline__ void advance(TileSchedule& schedule) {
-        position_ += kTile;
-        if (position_ >= end_) next_run(schedule);
+    __device__ __forceinline__ void advance() {
+        first_ += kTile;
+        if (first_ >= end_) next_run();
     }
 
   private:
-    __device__ __forceinline__ void next_run(TileSchedule& schedule) {
-        Run run{0, 0, false};
-        if (lane_index() == 0 && !schedule.next(run)) run = {0, 0, false};
-        position_ = __shfl_sync(0xffffffff, run.begin, 0);
-        end_ = __shfl_sync(0xffffffff, run.end, 0);
-        masked_ = __shfl_sync(0xffffffff, int(run.masked), 0);
+    __device__ __forceinline__ void next_run() {
+        __syncwarp();
+        if (lane_index() == 0 && !place_.schedule.next(place_.run)) place_.run = {0, 0, false};
+        __syncwarp();
+        first_ = place_.run.begin / kTile * kTile;
+        end_ = place_.run.end;
     }
 
-    Position position_, end_;
-    bool masked_;
+    WarpSchedule& place_;
+    Position first_, end_;
 };
 
 }  // namespace flash::cuda::sm80
