@@ -219,7 +219,7 @@ def test_memory_is_torchs_and_does_not_grow(name, deterministic):
         step(*inputs)
     torch.cuda.synchronize()
     after = state()
-    assert after[:2] == before[:2]
+    assert after[0] <= before[0] and after[1] <= before[1]
     if "PYTEST_XDIST_WORKER" not in os.environ:  # other processes take memory too
         assert before[2] - after[2] < 2**20, "memory was taken past torch's allocator"
 

@@ -47,10 +47,11 @@ struct OnlineSoftmax {
         return Math::select(row_sum == zero, zero, Math::broadcast(Real(1)) / row_sum);
     }
 
-    // Natural logarithm of the summed exponentials; -inf for a row without a visible key.
-    FLASH_HOST_DEVICE Value log_sum_exp() const {
+    // Natural logarithm of the summed exponentials; -inf for a row without a visible key. natural: what one
+    // unit of the scores is in natural units, where their scale was rounded after log2(e) went into it.
+    FLASH_HOST_DEVICE Value log_sum_exp(double natural = 1 / Math::unit) const {
         return Math::select(row_sum == Math::broadcast(Real(0)), minus_infinity(),
-                            Math::plus_log(row_max * Real(1 / Math::unit), row_sum));
+                            Math::plus_log(row_max, natural, row_sum));
     }
 };
 

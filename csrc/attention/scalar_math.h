@@ -22,16 +22,15 @@ struct ScalarMath {
         return condition ? yes : no;
     }
     FLASH_HOST_DEVICE static Value exponential(Value x) { return ::exp(x); }
-    FLASH_HOST_DEVICE static Value plus_log(Value x, Value y) { return x + ::log(y); }
+    // x * factor + log(y)
+    FLASH_HOST_DEVICE static Value plus_log(Value x, double factor, Value y) {
+        return Value(x * factor + ::log(double(y)));
+    }
     FLASH_HOST_DEVICE static Value tanh(Value x) { return ::tanh(x); }
 };
 template <>
 FLASH_HOST_DEVICE float ScalarMath<float>::exponential(float x) {
     return ::expf(x);
-}
-template <>
-FLASH_HOST_DEVICE float ScalarMath<float>::plus_log(float x, float y) {
-    return x + ::logf(y);
 }
 template <>
 FLASH_HOST_DEVICE float ScalarMath<float>::tanh(float x) {

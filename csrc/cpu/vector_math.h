@@ -49,9 +49,10 @@ struct VectorMath {
         return condition ? yes : no;
     }
     FLASH_INLINE static Value exponential(Value x) { return exp_lanes(x); }
-    // x + log(y), rounded once: lse is what the backward recomputes every probability from.
-    FLASH_INLINE static Value plus_log(Value x, Value y) {
-        for (int lane = 0; lane < kLanes<R>; ++lane) x[lane] = R(double(x[lane]) + ::log(double(y[lane])));
+    // x * factor + log(y), rounded once: lse is what the backward recomputes every probability from.
+    FLASH_INLINE static Value plus_log(Value x, double factor, Value y) {
+        for (int lane = 0; lane < kLanes<R>; ++lane)
+            x[lane] = R(double(x[lane]) * factor + ::log(double(y[lane])));
         return x;
     }
     FLASH_INLINE static Value tanh(Value x) {

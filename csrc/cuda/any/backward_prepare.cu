@@ -24,8 +24,10 @@ __device__ float product(const typename ElementOf<dtype>::Bits* a, const typenam
             for (int i = 0; i < kVector; ++i) sum += Element::to_float(x[i]) * Element::to_float(y[i]);
         }
     } else {
-        for (int column = lane; column < columns; column += kLanes)
-            sum += Element::to_float(a[column]) * Element::to_float(b[column]);
+        // The same numbers in the same order: how the rows lie decides no bit.
+        for (int column = lane * kVector; column < columns; column += kLanes * kVector)
+            for (int i = column; i < column + kVector && i < columns; ++i)
+                sum += Element::to_float(a[i]) * Element::to_float(b[i]);
     }
 #pragma unroll
     for (int step = 1; step < kLanes; step *= 2) sum += __shfl_xor_sync(0xffffffff, sum, step);

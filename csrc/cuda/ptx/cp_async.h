@@ -5,6 +5,12 @@
 
 namespace flash::cuda {
 
+__device__ __forceinline__ void cp_async_16(uint32_t shared, const void* global) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;\n" ::"r"(shared),
+                 "l"(__cvta_generic_to_global(global))
+                 : "memory");
+}
+
 // Zeros instead of what lies there unless `valid`; the address is not read then.
 __device__ __forceinline__ void cp_async_16(uint32_t shared, const void* global, bool valid) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;\n" ::"r"(shared),

@@ -15,8 +15,14 @@ constexpr int64_t kSharedBytes = sizeof(BackwardShared<kConfiguration>);
 constexpr QueryGradientConfiguration kQueryWalk = query_gradient_configuration(kConfiguration.head_dim);
 constexpr int kDqBytes = kConfiguration.query_tile * kConfiguration.head_dim * 2;
 
+// The features need registers: where they are, fewer blocks share a multiprocessor.
+constexpr int blocks_of(Features features) {
+    return features == Features::none || kConfiguration.blocks == 1 ? kConfiguration.blocks
+                                                                    : kConfiguration.blocks - 1;
+}
+
 template <Features features>
-__global__ void __launch_bounds__(kThreads, kConfiguration.blocks)
+__global__ void __launch_bounds__(kThreads, blocks_of(features))
     attention_backward(const __grid_constant__ BackwardProblem problem, float* dq_sums) {
     extern __shared__ __align__(128) char memory[];
     auto& shared = *reinterpret_cast<BackwardShared<kConfiguration>*>(memory);

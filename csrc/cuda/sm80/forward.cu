@@ -10,8 +10,14 @@ namespace {
 constexpr ForwardConfiguration kConfiguration FLASH_CONFIGURATION;
 constexpr int64_t kSharedBytes = sizeof(ForwardShared<kConfiguration>);
 
+// The features need registers: where they are, fewer blocks share a multiprocessor.
+constexpr int blocks_of(Features features) {
+    return features == Features::none || kConfiguration.blocks == 1 ? kConfiguration.blocks
+                                                                    : kConfiguration.blocks - 1;
+}
+
 template <Features features>
-__global__ void __launch_bounds__(kConfiguration.warps * 32, kConfiguration.blocks)
+__global__ void __launch_bounds__(kConfiguration.warps * 32, blocks_of(features))
     attention_forward(const __grid_constant__ ForwardProblem problem, const __grid_constant__ int splits,
                       float* __restrict__ partial) {
     extern __shared__ __align__(128) char memory[];

@@ -66,7 +66,11 @@ class ForwardTile {
             load_keys(k_address(), shared_.plan.keys, walk);
             cp_async_commit();
             follow_maximum(scores);
-            multiply_pv(scores, key);
+            exponentiate(scores);
+            if constexpr (features == Features::dropout) drop(scores, key);
+            const RegisterOperand<dtype, warp_rows, c.key_tile> p(scores);
+            end_block(key < 0);  // the sums are done before P V starts
+            multiply_registers_by_columns<dtype, KeyTile>(out_, p, KeyTile::lane_rows_first(v_address()));
         }
         store();
     }
@@ -95,12 +99,6 @@ class ForwardTile {
         s.clear();
         const uint32_t q_lane = QueryTile::lane_rows_first(q_address()) + warp_row() * QueryTile::row_bytes;
         multiply_rows_by_rows<dtype, QueryTile, KeyTile>(s, q_lane, KeyTile::lane_columns_first(k_address()));
-    }
-
-    // O += P V, with the exponentials of the next columns between the multiplications.
-    __device__ __forceinline__ void multiply_pv(Scores& s, Position key) {
-        multiply_registers_by_columns<dtype, KeyTile>(out_, s, KeyTile::lane_rows_first(v_address()),
-                                                      [&](int k) { exponentiate(s, k / 8, key); });
     }
 
     // From dot products to scores; without features the scale is left to soften().
@@ -160,17 +158,16 @@ class ForwardTile {
         }
     }
 
-    // Scores of 16 columns become probabilities relative to the running maximum.
-    __device__ __forceinline__ void exponentiate(Scores& s, int column_tile, Position key) {
+    // Scores become probabilities relative to the running maximum.
+    __device__ __forceinline__ void exponentiate(Scores& s) {
 #pragma unroll
-        for (int column = 2 * column_tile; column < 2 * column_tile + 4; ++column)
+        for (int column = 0; column < Scores::columns; ++column)
 #pragma unroll
             for (int r = 0; r < Scores::rows; ++r) {
                 float& p = s.at(r, column);
                 p = GpuMath::exponential(p * unit() - softmax_[r].reference());
                 softmax_[r].add(p);
             }
-        if constexpr (features == Features::dropout) drop(s, column_tile, key);
     }
 
     // In a masked tile a probability of 0 may meet a value that is not finite: such values become 0 in shared
@@ -200,15 +197,17 @@ class ForwardTile {
         }
     }
 
-    __device__ __forceinline__ void drop(Scores& p, int column_tile, Position key) const {
+    __device__ __forceinline__ void drop(Scores& p, Position key) const {
 #pragma unroll
-        for (int m = 0; m < Scores::row_tiles; ++m) {
-            const uint32_t kept = kept_scores(
-                shared_.plan.dropout, shared_.plan.tile.first + warp_row() + m * 16, key + column_tile * 8);
+        for (int m = 0; m < Scores::row_tiles; ++m)
 #pragma unroll
-            for (int i = 0; i < 8; ++i)
-                if (!(kept >> i & 1)) p.at(2 * m + i / 4, 2 * column_tile + i % 4) = 0;
-        }
+            for (int n = 0; n < Scores::column_tiles; n += 2) {
+                const uint32_t kept = kept_scores(shared_.plan.dropout,
+                                                  shared_.plan.tile.first + warp_row() + m * 16, key + n * 8);
+#pragma unroll
+                for (int i = 0; i < 8; ++i)
+                    if (!(kept >> i & 1)) p.at(2 * m + i / 4, 2 * n + i % 4) = 0;
+            }
     }
 
     __device__ __forceinline__ void store() {
@@ -230,7 +229,7 @@ class ForwardTile {
             if (lane_index() % 4 == 0 && shared_.plan.tile.rows.contains(query(r)))
                 *statistics_of<float>(problem_.lse, shared_.plan.tile.batch,
                                       shared_.plan.tile.sequence.first_query_row + query(r),
-                                      shared_.plan.tile.head) = softmax_[r].log_sum_exp();
+                                      shared_.plan.tile.head) = softmax_[r].log_sum_exp(shared_.plan.natural);
         __syncthreads();  // everybody has left Q
         store_fragment<dtype, QueryTile>(q_address(), out_, warp_row(), 0);
         __syncthreads();
@@ -249,7 +248,8 @@ class ForwardTile {
         for (int r = 0; r < Scores::rows; ++r) {
             if (!shared_.plan.tile.rows.contains(query(r))) continue;
             const int64_t row = head * problem_.seqlen_q + query(r);
-            if (lane_index() % 4 == 0) shared_.plan.split.lse[row] = softmax_[r].log_sum_exp();
+            if (lane_index() % 4 == 0)
+                shared_.plan.split.lse[row] = softmax_[r].log_sum_exp(shared_.plan.natural);
             float* out = shared_.plan.split.out + row * c.head_dim + lane_index() % 4 * 2;
 #pragma unroll
             for (int n = 0; n < Output::column_tiles; ++n)

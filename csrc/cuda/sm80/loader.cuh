@@ -77,20 +77,30 @@ __device__ __forceinline__ void load_tile(uint32_t tile, const HeadRows<const El
     const uint32_t place = tile + Tile::offset(row0, 0, chunk);
     static_assert(Threads::row_step % 8 == 0);  // so that one step's permutation serves all
     const Element* source = from.data + (first + row0) * from.row_stride + column0;
+    const int64_t row_step = Threads::row_step * from.row_stride;
+    // Nearly all tiles are whole; the others pay for their tests.
+    const bool whole = Tile::rows % Threads::row_step == 0 && from.head_dim == Tile::columns &&
+                       seen.begin <= first && seen.end >= first + Tile::rows;
+    if (whole) {
 #pragma unroll
-    for (int step = 0; step < Threads::steps; ++step) {
-        const int row = row0 + step * Threads::row_step;
-        if (Tile::rows % Threads::row_step != 0 && row >= Tile::rows) break;
-        const bool valid = seen.contains(first + row);
+        for (int step = 0; step < Threads::steps; ++step, source += row_step)
+#pragma unroll
+            for (int panel = 0; panel < Tile::panels; ++panel)
+                cp_async_16(place + panel * Tile::panel_bytes + step * Threads::row_step * Tile::row_bytes,
+                            source + panel * Tile::panel);
+        return;
+    }
+#pragma unroll 1
+    for (int row = row0; row < Tile::rows; row += Threads::row_step, source += row_step) {
+        const bool exists = seen.contains(first + row);
 #pragma unroll
         for (int panel = 0; panel < Tile::panels; ++panel) {
             const int column = panel * Tile::panel;
-            const bool inside = valid && column0 + column < from.head_dim;
+            const bool valid = exists && column0 + column < from.head_dim;
             // Where nothing is read the address still has to be one of the tensor.
-            cp_async_16(place + panel * Tile::panel_bytes + step * Threads::row_step * Tile::row_bytes,
-                        inside ? source + column : from.data, inside);
+            cp_async_16(place + panel * Tile::panel_bytes + (row - row0) * Tile::row_bytes,
+                        valid ? source + column : from.data, valid);
         }
-        source += Threads::row_step * from.row_stride;
     }
 }
 

@@ -101,8 +101,9 @@ class QueryGradientTile {
         differentiate<features>(s, ds, constants, plan.transform, plan.dropout,
                                 {query, walk.first(), plan.mask.diagonal()});
         if (walk.masked()) mask(ds, walk, query, bad);
-        multiply_registers_by_columns<dtype, KeyTile>(
-            dq_, ds, KeyTile::lane_rows_first(shared_address(shared_.k)), [](int) {});
+        const RegisterOperand<dtype, warp_rows, c.key_tile> operand(ds);
+        multiply_registers_by_columns<dtype, KeyTile>(dq_, operand,
+                                                      KeyTile::lane_rows_first(shared_address(shared_.k)));
     }
 
     // Zero where invisible, NaN where a key that is seen is not finite.

@@ -31,6 +31,7 @@ struct QueryPlan {
     Split split;
     Mask mask;
     ScoreTransform<GpuMath> transform;
+    double natural;  // one unit of a score in natural units
     Dropout dropout;
     Interval slice;  // the keys that the block may visit
     TileSchedule schedule;
@@ -48,6 +49,9 @@ struct QueryPlan {
         values = {problem.v, batch, sequence.first_key_row, key_head, problem.head_dim_v};
         mask = Mask(problem, sequence);
         transform = ScoreTransform<GpuMath>(problem, batch, tile.head);
+        natural = transform.is_linear() && transform.inner != 0
+                      ? problem.softmax_scale / double(transform.inner)
+                      : 1 / GpuMath::unit;
         if (problem.dropout_threshold) dropout = Dropout(problem, batch, tile.head);
         slice = tile.unowned ? Interval(0, 0) : split.keys(sequence.seqlen_k, key_tile);
         const Interval first = visible(tile.rows.begin), last = visible(tile.rows.end - 1);

@@ -29,6 +29,12 @@ __device__ __forceinline__ uint32_t kept_scores(const Dropout& dropout, Position
     return kept;
 }
 
+// `never` is false, which the compiler can't know: its basic block ends here. Within one, ptxas starts all it
+// can and keeps the intermediate results in registers that it does not have.
+__device__ __forceinline__ void end_block(bool never) {
+    if (never) __trap();
+}
+
 // The part of the score matrix that a warp's fragment covers.
 struct ScorePart {
     Position first_query, first_key;
@@ -87,6 +93,7 @@ __device__ __forceinline__ void differentiate(Scores& s, Scores& dp, const RowCo
                     probability = kept >> i & 1 ? probability * keep_scale : 0;
                 s.at(r, column) = probability;
             }
+            if constexpr (features == Features::dropout) end_block(part.first_query < 0);
         }
 }
 

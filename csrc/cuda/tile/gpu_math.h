@@ -19,7 +19,10 @@ struct GpuMath {
         return condition ? yes : no;
     }
     __device__ __forceinline__ static float exponential(float x) { return exp2_approximate(x); }
-    __device__ __forceinline__ static float plus_log(float x, float y) { return x + logf(y); }
+    // x * factor + log(y), rounded once: the backward recomputes every probability from it.
+    __device__ __forceinline__ static float plus_log(float x, double factor, float y) {
+        return float(x * factor + double(logf(y)));
+    }
     // 1 - 2 / (1 + e^2x): absolute error 1e-7, right at both infinities.
     __device__ __forceinline__ static float tanh(float x) {
         return 1 - __fdividef(2, 1 + exp2_approximate(x * float(2 * unit)));

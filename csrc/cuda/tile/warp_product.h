@@ -17,17 +17,19 @@ constexpr int kAhead = 2;
 template <DType dtype, int kDepth, class Accumulators, class LoadA, class LoadB>
 __device__ __forceinline__ void multiply(Accumulators& d, const LoadA& load_a, const LoadB& load_b) {
     constexpr int columns = Accumulators::column_tiles / 2, steps = kDepth / 16 * columns;
-    uint32_t a[2][Accumulators::row_tiles][4], b[kAhead + 1][4];
+    // A is kept for this k and the next one, so no step may run further ahead than a row of columns.
+    constexpr int ahead = kAhead < columns ? kAhead : columns;
+    uint32_t a[2][Accumulators::row_tiles][4], b[ahead + 1][4];
 #pragma unroll
-    for (int i = 0; i < steps + kAhead; ++i) {
+    for (int i = 0; i < steps + ahead; ++i) {
         if (i < steps) {
             if (i % columns == 0) load_a(a[i / columns % 2], i / columns * 16);
-            load_b(b[i % (kAhead + 1)], i / columns * 16, i % columns * 16);
+            load_b(b[i % (ahead + 1)], i / columns * 16, i % columns * 16);
         }
-        if (i >= kAhead) {
-            const int done = i - kAhead, n = done % columns * 2;
+        if (i >= ahead) {
+            const int done = i - ahead, n = done % columns * 2;
             const auto& left = a[done / columns % 2];
-            const auto& right = b[done % (kAhead + 1)];
+            const auto& right = b[done % (ahead + 1)];
 #pragma unroll
             for (int m = 0; m < Accumulators::row_tiles; ++m) {
                 mma_m16n8k16<dtype>(d.value[m][n], left[m], right[0], right[1]);
@@ -80,30 +82,39 @@ __device__ __forceinline__ void multiply_columns_by_columns(Accumulators& d, uin
         [&](uint32_t (&b)[4], int k, int n) { B::load_b_transposed(b, b_rows_first, k, n); });
 }
 
-// A's 16 columns from 8 * column_tile on: another product's accumulators, rounded to dtype.
-template <DType dtype, class Left>
-__device__ __forceinline__ void pack_operand(uint32_t (&a)[Left::row_tiles][4], const Left& left,
-                                             int column_tile) {
-#pragma unroll
-    for (int m = 0; m < Left::row_tiles; ++m) {
-        const auto &low = left.value[m][column_tile], &high = left.value[m][column_tile + 1];
-        a[m][0] = pack<dtype>(low[0], low[1]);
-        a[m][1] = pack<dtype>(low[2], low[3]);
-        a[m][2] = pack<dtype>(high[0], high[1]);
-        a[m][3] = pack<dtype>(high[2], high[3]);
-    }
-}
+// Another product's accumulators, rounded to dtype, as the operand A of the next one: in registers
+// throughout.
+template <DType dtype, int kRows, int kColumns>
+struct RegisterOperand {
+    static constexpr int row_tiles = kRows / 16, columns = kColumns;
 
-// D[i][j] += sum_k A[i][k] B[k][j] with A in registers: prepare(k) makes columns k .. k + 15 of `left` final
-// just before they are rounded, so that its arithmetic runs beside the multiplications of the columns before.
-template <DType dtype, class B, class Left, class Accumulators, class Prepare>
-__device__ __forceinline__ void multiply_registers_by_columns(Accumulators& d, Left& left,
-                                                              uint32_t b_rows_first, const Prepare& prepare) {
-    multiply<dtype, Left::column_tiles * 8>(
+    uint32_t value[kColumns / 16][row_tiles][4];
+
+    __device__ __forceinline__ explicit RegisterOperand(const Fragment<kRows, kColumns>& from) {
+#pragma unroll
+        for (int k = 0; k < kColumns / 16; ++k)
+#pragma unroll
+            for (int m = 0; m < row_tiles; ++m) {
+                const auto &low = from.value[m][2 * k], &high = from.value[m][2 * k + 1];
+                value[k][m][0] = pack<dtype>(low[0], low[1]);
+                value[k][m][1] = pack<dtype>(low[2], low[3]);
+                value[k][m][2] = pack<dtype>(high[0], high[1]);
+                value[k][m][3] = pack<dtype>(high[2], high[3]);
+            }
+    }
+};
+
+// D[i][j] += sum_k A[i][k] B[k][j] with A in registers.
+template <DType dtype, class B, class A, class Accumulators>
+__device__ __forceinline__ void multiply_registers_by_columns(Accumulators& d, const A& left,
+                                                              uint32_t b_rows_first) {
+    multiply<dtype, A::columns>(
         d,
-        [&](uint32_t (&a)[Left::row_tiles][4], int k) {
-            prepare(k);
-            pack_operand<dtype>(a, left, k / 8);
+        [&](uint32_t (&a)[A::row_tiles][4], int k) {
+#pragma unroll
+            for (int m = 0; m < A::row_tiles; ++m)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) a[m][i] = left.value[k / 16][m][i];
         },
         [&](uint32_t (&b)[4], int k, int n) { B::load_b_transposed(b, b_rows_first, k, n); });
 }
