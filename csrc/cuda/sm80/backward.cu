@@ -26,14 +26,14 @@ __global__ void __launch_bounds__(kThreads, blocks_of(features))
     attention_backward(const __grid_constant__ BackwardProblem problem, float* dq_sums) {
     extern __shared__ __align__(128) char memory[];
     auto& shared = *reinterpret_cast<BackwardShared<kConfiguration>*>(memory);
-    if (threadIdx.x == 0) {
-        const RowTiling tiling = RowTiling::of_keys(problem.forward, kConfiguration.key_tile);
-        const RowTile tile = tiling(blockIdx.x, problem.forward, false, false);
-        BackwardPlan<kConfiguration>(problem, shared, dq_sums).start(tile);
-    }
+    const RowTile tile = RowTiling::of_keys(problem.forward, kConfiguration.key_tile)(
+        blockIdx.x, problem.forward, false, false);
+    if (tile.rows.empty()) return;
+    BackwardTile<kDType, kConfiguration, features> work(problem, shared, dq_sums);
+    work.load_keys(tile);
+    if (threadIdx.x == 0) BackwardPlan<kConfiguration>(problem, shared, dq_sums).start(tile);
     __syncthreads();
-    if (shared.tile.rows.empty()) return;
-    BackwardTile<kDType, kConfiguration, features>(problem, shared, dq_sums).run();
+    work.run();
 }
 
 __global__ void __launch_bounds__(kThreads)
@@ -50,13 +50,12 @@ __global__ void __launch_bounds__(kQueryWalk.warps * 32, 1)
     query_gradient(const __grid_constant__ BackwardProblem problem) {
     extern __shared__ __align__(128) char memory[];
     auto& shared = *reinterpret_cast<QueryGradientShared<kQueryWalk>*>(memory);
-    if (threadIdx.x == 0) {
-        const RowTiling tiling = RowTiling::of_queries(problem.forward, kQueryWalk.query_tile);
-        shared.plan.start(problem.forward, tiling(blockIdx.x, problem.forward, true, true),
-                          {0, 1, nullptr, nullptr}, kQueryWalk.key_tile);
-    }
+    const RowTile tile = RowTiling::of_queries(problem.forward, kQueryWalk.query_tile)(
+        blockIdx.x, problem.forward, true, true);
+    if (tile.rows.empty()) return;
+    if (threadIdx.x == 0)
+        shared.plan.start(problem.forward, tile, {0, 1, nullptr, nullptr}, kQueryWalk.key_tile);
     __syncthreads();
-    if (shared.plan.tile.rows.empty()) return;
     QueryGradientTile<kDType, kQueryWalk, features>(problem, shared).run();
 }
 

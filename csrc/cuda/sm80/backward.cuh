@@ -71,7 +71,6 @@ struct BackwardShared {
     // Thread 0's plan.
     RowTile tile;
     Mask mask;
-    HeadRows<const uint16_t> keys, values;
     int group;              // query heads to visit; 0 for keys that belong to nobody
     BackwardHead heads[2];  // of head i at i % 2
     WarpSchedule warps[c.warps];
@@ -85,12 +84,9 @@ class BackwardPlan {
 
     __device__ void start(const RowTile& tile) const {
         const ForwardProblem& problem = problem_.forward;
-        const int64_t first_key = tile.sequence.first_key_row;
         shared_.tile = tile;
         shared_.mask = Mask(problem, tile.sequence);
-        shared_.keys = {problem.k, tile.batch, first_key, tile.head, problem.head_dim};
-        shared_.values = {problem.v, tile.batch, first_key, tile.head, problem.head_dim_v};
-        shared_.group = tile.unowned ? 0 : int(problem.heads_q / problem.heads_k);
+        shared_.group = tile.unowned ? 0 : group_of(problem);
         if (shared_.group > 0) start_head(0);
     }
 
@@ -99,7 +95,7 @@ class BackwardPlan {
         const ForwardProblem& problem = problem_.forward;
         BackwardHead& out = shared_.heads[i % 2];
         const RowTile& tile = shared_.tile;
-        const int64_t head = tile.head * (problem.heads_q / problem.heads_k) + i;
+        const int64_t head = tile.head * group_of(problem) + i;
         const int64_t first_query = tile.sequence.first_query_row;
         out.queries = {problem.q, tile.batch, first_query, head, problem.head_dim};
         out.douts = {problem_.dout, tile.batch, first_query, head, problem.head_dim_v};
@@ -132,11 +128,19 @@ class BackwardTile {
     __device__ BackwardTile(const BackwardProblem& problem, BackwardShared<c>& shared, float* dq_sums)
         : problem_(problem), shared_(shared), plan_(problem, shared, dq_sums), with_dq_(dq_sums != nullptr) {}
 
+    // Needs no plan: the copies run while thread 0 makes it.
+    __device__ __forceinline__ void load_keys(const RowTile& tile) {
+        const ForwardProblem& problem = problem_.forward;
+        const int64_t first = tile.sequence.first_key_row;
+        const HeadRows<const uint16_t> k(problem.k, tile.batch, first, tile.head, problem.head_dim);
+        const HeadRows<const uint16_t> v(problem.v, tile.batch, first, tile.head, problem.head_dim_v);
+        load_tile<threads, KeyTile>(address(shared_.k), k, tile.first, tile.rows);
+        load_tile<threads, KeyTile>(address(shared_.v), v, tile.first, tile.rows);
+        cp_async_commit();
+    }
+
     __device__ __forceinline__ void run() {
         const Interval keys = shared_.tile.rows;
-        load_tile<threads, KeyTile>(address(shared_.k), shared_.keys, shared_.tile.first, keys);
-        load_tile<threads, KeyTile>(address(shared_.v), shared_.values, shared_.tile.first, keys);
-        cp_async_commit();
         dk_.clear();
         dv_.clear();
         // A partial tile of keys is masked throughout: an empty key's score of 0 may be far above lse.
@@ -150,8 +154,9 @@ class BackwardTile {
             int stage = 0;
             load_queries(head, walk, stage);
             while (walk.more()) {
-                Part now{walk.first(), walk.seen(), walk.masked() || partial, stage, false};
-                walk.advance();
+                Part now{walk.first(), walk.seen(shared_.warps[warp()]),
+                         walk.masked(shared_.warps[warp()]) || partial, stage, false};
+                walk.advance(shared_.warps[warp()]);
                 cp_async_wait<0>();
                 __syncthreads();
                 if (c.stages > 1) load_queries(head, walk, stage ^= 1);
@@ -197,7 +202,7 @@ class BackwardTile {
     __device__ __forceinline__ void load_queries(const BackwardHead& head, const TileWalk<c.query_tile>& walk,
                                                  int stage) {
         if (!walk.more()) return;
-        const Interval seen = walk.seen();
+        const Interval seen = walk.seen(shared_.warps[warp()]);
         load_tile<threads, QueryTile>(address(shared_.q[stage]), head.queries, walk.first(), seen);
         load_tile<threads, QueryTile>(address(shared_.dout[stage]), head.douts, walk.first(), seen);
         for (int row = threadIdx.x; row < c.query_tile; row += threads) {

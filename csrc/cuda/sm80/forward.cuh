@@ -36,13 +36,18 @@ struct ForwardShared {
 template <DType dtype, ForwardConfiguration c, Features features>
 class ForwardTile {
   public:
-    // shared.plan is made.
     __device__ ForwardTile(const ForwardProblem& problem, ForwardShared<c>& shared)
         : problem_(problem), shared_(shared) {}
 
-    __device__ __forceinline__ void run() {
-        const RowTile& tile = shared_.plan.tile;
-        load_tile<threads, QueryTile>(q_address(), shared_.plan.queries, tile.first, tile.rows);
+    // Needs no plan: the copies run while thread 0 makes it.
+    __device__ __forceinline__ void load_queries(const RowTile& tile) {
+        const HeadRows<const uint16_t> q(problem_.q, tile.unowned ? 0 : tile.batch,
+                                         tile.sequence.first_query_row, tile.head, problem_.head_dim);
+        load_tile<threads, QueryTile>(q_address(), q, tile.first, tile.rows);
+    }
+
+    // natural: one unit of a score in natural units.
+    __device__ __forceinline__ void run(double natural) {
         out_.clear();
         TileWalk<c.key_tile> walk(shared_.plan.warp(), shared_.plan.schedule);
         load_keys(k_address(), shared_.plan.keys, walk);
@@ -58,11 +63,11 @@ class ForwardTile {
             __syncthreads();
             const Position key = walk.first();
             transform(scores, key);
-            if (walk.masked()) {
-                mask(scores, key, walk.seen());
+            if (walk.masked(shared_.plan.warp())) {
+                mask(scores, key, walk.seen(shared_.plan.warp()));
                 if (exclude_bad_values()) spoil_rows(scores);
             }
-            walk.advance();
+            walk.advance(shared_.plan.warp());
             load_keys(k_address(), shared_.plan.keys, walk);
             cp_async_commit();
             follow_maximum(scores);
@@ -72,7 +77,7 @@ class ForwardTile {
             end_block(key < 0);  // the sums are done before P V starts
             multiply_registers_by_columns<dtype, KeyTile>(out_, p, KeyTile::lane_rows_first(v_address()));
         }
-        store();
+        store(natural);
     }
 
   private:
@@ -92,7 +97,8 @@ class ForwardTile {
     }
     __device__ __forceinline__ void load_keys(uint32_t tile, const HeadRows<const uint16_t>& rows,
                                               const TileWalk<c.key_tile>& walk) {
-        if (walk.more()) load_tile<threads, KeyTile>(tile, rows, walk.first(), walk.seen());
+        if (walk.more())
+            load_tile<threads, KeyTile>(tile, rows, walk.first(), walk.seen(shared_.plan.warp()));
     }
 
     __device__ __forceinline__ void multiply_qk(Scores& s) const {
@@ -160,14 +166,17 @@ class ForwardTile {
 
     // Scores become probabilities relative to the running maximum.
     __device__ __forceinline__ void exponentiate(Scores& s) {
+        const float factor = unit();
 #pragma unroll
-        for (int column = 0; column < Scores::columns; ++column)
+        for (int r = 0; r < Scores::rows; ++r) {
+            const float reference = softmax_[r].reference();
 #pragma unroll
-            for (int r = 0; r < Scores::rows; ++r) {
+            for (int column = 0; column < Scores::columns; ++column) {
                 float& p = s.at(r, column);
-                p = GpuMath::exponential(p * unit() - softmax_[r].reference());
+                p = GpuMath::exponential(p * factor - reference);
                 softmax_[r].add(p);
             }
+        }
     }
 
     // In a masked tile a probability of 0 may meet a value that is not finite: such values become 0 in shared
@@ -210,7 +219,7 @@ class ForwardTile {
             }
     }
 
-    __device__ __forceinline__ void store() {
+    __device__ __forceinline__ void store(double natural) {
         float keep_scale = 1;
         if constexpr (features == Features::dropout) keep_scale = float(shared_.plan.dropout.keep_scale());
 #pragma unroll
@@ -221,7 +230,7 @@ class ForwardTile {
             for (int column = 0; column < Output::columns; ++column) out_.at(r, column) *= factor;
         }
         if (shared_.plan.split.count > 1) {
-            store_partial();
+            store_partial(natural);
             return;
         }
 #pragma unroll
@@ -229,7 +238,7 @@ class ForwardTile {
             if (lane_index() % 4 == 0 && shared_.plan.tile.rows.contains(query(r)))
                 *statistics_of<float>(problem_.lse, shared_.plan.tile.batch,
                                       shared_.plan.tile.sequence.first_query_row + query(r),
-                                      shared_.plan.tile.head) = softmax_[r].log_sum_exp(shared_.plan.natural);
+                                      shared_.plan.tile.head) = softmax_[r].log_sum_exp(natural);
         __syncthreads();  // everybody has left Q
         store_fragment<dtype, QueryTile>(q_address(), out_, warp_row(), 0);
         __syncthreads();
@@ -240,7 +249,7 @@ class ForwardTile {
     }
 
     // Averages over this split's keys, in fp32 for the combination (any/combine.cu). Dense problems only.
-    __device__ __forceinline__ void store_partial() {
+    __device__ __forceinline__ void store_partial(double natural) {
         const int64_t head =
             (shared_.plan.split.index * problem_.batch + shared_.plan.tile.batch) * problem_.heads_q +
             shared_.plan.tile.head;
@@ -248,8 +257,7 @@ class ForwardTile {
         for (int r = 0; r < Scores::rows; ++r) {
             if (!shared_.plan.tile.rows.contains(query(r))) continue;
             const int64_t row = head * problem_.seqlen_q + query(r);
-            if (lane_index() % 4 == 0)
-                shared_.plan.split.lse[row] = softmax_[r].log_sum_exp(shared_.plan.natural);
+            if (lane_index() % 4 == 0) shared_.plan.split.lse[row] = softmax_[r].log_sum_exp(natural);
             float* out = shared_.plan.split.out + row * c.head_dim + lane_index() % 4 * 2;
 #pragma unroll
             for (int n = 0; n < Output::column_tiles; ++n)

@@ -110,21 +110,35 @@ template <int kThreads, class Tile, class Element>
 __device__ __forceinline__ void store_tile(const HeadRows<Element>& to, uint32_t tile, Position first,
                                            Interval written) {
     using Threads = TileThreads<Tile, kThreads>;
+    const int row0 = Threads::first_row(), chunk = Threads::chunk(), column0 = chunk * 8;
+    const uint32_t place = tile + Tile::offset(row0, 0, chunk);
+    Element* target = to.data + (first + row0) * to.row_stride + column0;
+    if (to.vectors) {
+#pragma unroll
+        for (int step = 0; step < Threads::steps; ++step, target += Threads::row_step * to.row_stride) {
+            const int row = row0 + step * Threads::row_step;
+            if (row >= Tile::rows || !written.contains(first + row)) continue;
+#pragma unroll
+            for (int panel = 0; panel < Tile::panels; ++panel)
+                if (column0 + panel * Tile::panel < to.head_dim)
+                    *reinterpret_cast<uint4*>(target + panel * Tile::panel) = load_shared_16(
+                        place + panel * Tile::panel_bytes + step * Threads::row_step * Tile::row_bytes);
+        }
+        return;
+    }
 #pragma unroll 1
-    for (int row = Threads::first_row(); row < Tile::rows; row += Threads::row_step) {
+    for (int row = row0; row < Tile::rows;
+         row += Threads::row_step, target += Threads::row_step * to.row_stride) {
         if (!written.contains(first + row)) continue;
-        Element* target = to.data + (first + row) * to.row_stride;
 #pragma unroll 1
         for (int panel = 0; panel < Tile::panels; ++panel) {
-            const int column = panel * Tile::panel + Threads::chunk() * 8;
-            const uint4 x = load_shared_16(tile + Tile::offset(row, panel, Threads::chunk()));
-            if (to.vectors) {
-                if (column < to.head_dim) *reinterpret_cast<uint4*>(target + column) = x;
-            } else {
-                const uint32_t pairs[4] = {x.x, x.y, x.z, x.w};
+            const uint4 x =
+                load_shared_16(place + panel * Tile::panel_bytes + (row - row0) * Tile::row_bytes);
+            const uint32_t pairs[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
-                for (int i = 0; i < 8; ++i)
-                    if (column + i < to.head_dim) target[column + i] = Element(pairs[i / 2] >> i % 2 * 16);
+            for (int i = 0; i < 8; ++i) {
+                const int column = panel * Tile::panel + i;
+                if (column0 + column < to.head_dim) target[column] = Element(pairs[i / 2] >> i % 2 * 16);
             }
         }
     }

@@ -41,15 +41,16 @@ class QueryGradientTile {
         load_queries();
         dq_.clear();
         for (TileWalk<c.key_tile> walk(shared_.plan.warp(), shared_.plan.schedule); walk.more();
-             walk.advance()) {
-            const Interval seen = walk.seen();
+             walk.advance(shared_.plan.warp())) {
+            const Interval seen = walk.seen(shared_.plan.warp());
             load_tile<threads, KeyTile>(shared_address(shared_.k), shared_.plan.keys, walk.first(), seen);
             load_tile<threads, KeyTile>(shared_address(shared_.v), shared_.plan.values, walk.first(), seen);
             cp_async_commit();
             cp_async_wait<0>();
             __syncthreads();
-            const bool bad = walk.masked() && clear_bad_rows<dtype, threads, KeyTile>(
-                                                  shared_.bad_keys, shared_address(shared_.k));
+            const bool bad =
+                walk.masked(shared_.plan.warp()) &&
+                clear_bad_rows<dtype, threads, KeyTile>(shared_.bad_keys, shared_address(shared_.k));
             accumulate(walk, bad);
             __syncthreads();
         }
@@ -69,8 +70,9 @@ class QueryGradientTile {
         const RowTile& tile = shared_.plan.tile;
         const ForwardProblem& problem = problem_.forward;
         const int64_t batch = tile.unowned ? 0 : tile.batch, first = tile.sequence.first_query_row;
+        const HeadRows<const uint16_t> q(problem.q, batch, first, tile.head, problem.head_dim);
         const HeadRows<const uint16_t> dout(problem_.dout, batch, first, tile.head, problem.head_dim_v);
-        load_tile<threads, QueryTile>(shared_address(shared_.q), shared_.plan.queries, tile.first, tile.rows);
+        load_tile<threads, QueryTile>(shared_address(shared_.q), q, tile.first, tile.rows);
         load_tile<threads, QueryTile>(shared_address(shared_.dout), dout, tile.first, tile.rows);
         cp_async_commit();
         for (int row = threadIdx.x; row < c.query_tile; row += threads) {
@@ -100,7 +102,7 @@ class QueryGradientTile {
         const Position query = plan.tile.first + warp_row();
         differentiate<features>(s, ds, constants, plan.transform, plan.dropout,
                                 {query, walk.first(), plan.mask.diagonal()});
-        if (walk.masked()) mask(ds, walk, query, bad);
+        if (walk.masked(shared_.plan.warp())) mask(ds, walk, query, bad);
         const RegisterOperand<dtype, warp_rows, c.key_tile> operand(ds);
         multiply_registers_by_columns<dtype, KeyTile>(dq_, operand,
                                                       KeyTile::lane_rows_first(shared_address(shared_.k)));
@@ -111,7 +113,8 @@ class QueryGradientTile {
                                          bool bad) const {
 #pragma unroll
         for (int r = 0; r < Scores::rows; ++r) {
-            const Interval keys = intersection(shared_.plan.visible(query + Scores::row(r)), walk.seen());
+            const Interval keys =
+                intersection(shared_.plan.visible(query + Scores::row(r)), walk.seen(shared_.plan.warp()));
 #pragma unroll
             for (int column = 0; column < Scores::columns; ++column) {
                 const int j = Scores::column(column);

@@ -27,11 +27,10 @@ struct Split {
 template <int kWarps>
 struct QueryPlan {
     RowTile tile;
-    HeadRows<const uint16_t> queries, keys, values;
+    HeadRows<const uint16_t> keys, values;
     Split split;
     Mask mask;
     ScoreTransform<GpuMath> transform;
-    double natural;  // one unit of a score in natural units
     Dropout dropout;
     Interval slice;  // the keys that the block may visit
     TileSchedule schedule;
@@ -43,15 +42,11 @@ struct QueryPlan {
         split = part;
         const Sequence& sequence = tile.sequence;
         const int64_t batch = tile.unowned ? 0 : tile.batch;
-        const int64_t key_head = tile.head / (problem.heads_q / problem.heads_k);
-        queries = {problem.q, batch, sequence.first_query_row, tile.head, problem.head_dim};
+        const int64_t key_head = key_head_of(problem, tile.head);
         keys = {problem.k, batch, sequence.first_key_row, key_head, problem.head_dim};
         values = {problem.v, batch, sequence.first_key_row, key_head, problem.head_dim_v};
         mask = Mask(problem, sequence);
         transform = ScoreTransform<GpuMath>(problem, batch, tile.head);
-        natural = transform.is_linear() && transform.inner != 0
-                      ? problem.softmax_scale / double(transform.inner)
-                      : 1 / GpuMath::unit;
         if (problem.dropout_threshold) dropout = Dropout(problem, batch, tile.head);
         slice = tile.unowned ? Interval(0, 0) : split.keys(sequence.seqlen_k, key_tile);
         const Interval first = visible(tile.rows.begin), last = visible(tile.rows.end - 1);
@@ -62,6 +57,7 @@ struct QueryPlan {
     }
 
     __device__ __forceinline__ WarpSchedule& warp() { return warps[threadIdx.x / 32]; }
+    __device__ __forceinline__ const WarpSchedule& warp() const { return warps[threadIdx.x / 32]; }
 
     __device__ __forceinline__ Interval visible(Position query) const {
         return intersection(mask.keys_of(query), slice);

@@ -15,6 +15,14 @@ struct RowTile {
     bool unowned;    // rows past the last packed sequence: they get zeros
 };
 
+// Heads per key head, and a query head's key head.
+__device__ __forceinline__ int group_of(const ForwardProblem& problem) {
+    return uint32_t(problem.heads_q) / uint32_t(problem.heads_k);
+}
+__device__ __forceinline__ int64_t key_head_of(const ForwardProblem& problem, int64_t head) {
+    return uint32_t(head) / uint32_t(group_of(problem));
+}
+
 // Cuts one axis of a problem into tiles. Blocks count tiles first, then heads, then batch entries, so that
 // blocks that run together read the same keys and values.
 struct RowTiling {
@@ -50,21 +58,22 @@ struct RowTiling {
     __host__ __device__ int64_t count() const { return tiles_per_head() * heads * (cu_seqlens ? 1 : batch); }
 
     // descending: a head's last tile first, which under a causal mask is the longest one of queries.
-    __device__ RowTile operator()(int64_t index, const ForwardProblem& problem, bool queries,
-                                  bool descending) const {
-        const int64_t per_head = tiles_per_head();
-        int64_t slot = index % per_head;
+    __device__ __forceinline__ RowTile operator()(uint32_t index, const ForwardProblem& problem, bool queries,
+                                                  bool descending) const {
+        // 32 bits: 64-bit divisions would keep the block's first loads waiting.
+        const uint32_t per_head = uint32_t(tiles_per_head()), of_heads = index / per_head;
+        uint32_t slot = index % per_head;
         if (descending) slot = per_head - 1 - slot;
-        const int64_t head = index / per_head % heads;
+        const int64_t head = of_heads % uint32_t(heads);
         if (!cu_seqlens) {
-            const int64_t entry = index / per_head / heads;
+            const int64_t entry = of_heads / uint32_t(heads);
             const Interval owned = dense_tiles()[Position(slot)];
             return {entry, head, sequence_of(problem, entry), owned, owned.begin / 16 * 16, false};
         }
         const PackedTiles packed{cu_seqlens, batch, rows, tile};
         const int64_t entry = packed.sequence_of_slot(slot);
         const Sequence sequence = entry < batch ? sequence_of(problem, entry) : unowned_rows(problem);
-        const int64_t first = (slot - packed.first_slot(entry)) * tile;
+        const int64_t first = (int64_t(slot) - packed.first_slot(entry)) * tile;
         const Interval all{0, queries ? sequence.seqlen_q : sequence.seqlen_k};
         return {entry,           head,          sequence, intersection({first, first + tile}, all),
                 Position(first), entry == batch};

@@ -14,41 +14,41 @@ struct WarpSchedule {
     Run run;
 };
 
-// Tiles start at multiples of kTile, wherever a run starts: what they hold outside the run is masked.
+// Every call is given the warp's place: a reference kept would be two registers. Tiles start at multiples of
+// kTile, wherever a run starts: what they hold outside the run is masked.
 template <int kTile>
 class TileWalk {
   public:
-    __device__ __forceinline__ TileWalk(WarpSchedule& place, const TileSchedule& schedule) : place_(place) {
-        if (lane_index() == 0) place_.schedule = schedule;
-        next_run();
+    __device__ __forceinline__ TileWalk(WarpSchedule& place, const TileSchedule& schedule) {
+        if (lane_index() == 0) place.schedule = schedule;
+        next_run(place);
     }
 
     __device__ __forceinline__ bool more() const { return first_ < end_; }
     __device__ __forceinline__ Position first() const { return first_; }
     // What of the tile exists and some row sees.
-    __device__ __forceinline__ Interval seen() const {
-        return intersection({first_, first_ + kTile}, {place_.run.begin, place_.run.end});
+    __device__ __forceinline__ Interval seen(const WarpSchedule& place) const {
+        return intersection({first_, first_ + kTile}, {place.run.begin, place.run.end});
     }
     // Some row of the block's tile does not see some position of this one.
-    __device__ __forceinline__ bool masked() const {
-        return place_.run.masked || first_ < place_.run.begin || first_ + kTile > end_;
+    __device__ __forceinline__ bool masked(const WarpSchedule& place) const {
+        return place.run.masked || first_ < place.run.begin || first_ + kTile > end_;
     }
 
-    __device__ __forceinline__ void advance() {
+    __device__ __forceinline__ void advance(WarpSchedule& place) {
         first_ += kTile;
-        if (first_ >= end_) next_run();
+        if (first_ >= end_) next_run(place);
     }
 
   private:
-    __device__ __forceinline__ void next_run() {
+    __device__ __forceinline__ void next_run(WarpSchedule& place) {
         __syncwarp();
-        if (lane_index() == 0 && !place_.schedule.next(place_.run)) place_.run = {0, 0, false};
+        if (lane_index() == 0 && !place.schedule.next(place.run)) place.run = {0, 0, false};
         __syncwarp();
-        first_ = place_.run.begin / kTile * kTile;
-        end_ = place_.run.end;
+        first_ = place.run.begin / kTile * kTile;
+        end_ = place.run.end;
     }
 
-    WarpSchedule& place_;
     Position first_, end_;
 };
 
