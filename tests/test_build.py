@@ -61,8 +61,8 @@ def test_no_gpu_engine():
 
 
 REPORT = """\
-ptxas info    : Compiling entry function '_ZN5flash4cuda6kernelILi2EEEvi' for 'sm_80'
-ptxas info    : Function properties for _ZN5flash4cuda6kernelILi2EEEvi
+ptxas info    : Compiling entry function '_ZN5flash4cuda6kernelILNS1_8FeaturesE{features}EEEvi' for 'sm_80'
+ptxas info    : Function properties for _ZN5flash4cuda6kernelILNS1_8FeaturesE{features}EEEvi
     {stack} bytes stack frame, {stores} bytes spill stores, {loads} bytes spill loads
 ptxas info    : Used 254 registers, used 1 barriers, 792 bytes cmem[0]
 {more}seconds: 12.3
@@ -75,14 +75,14 @@ def check_kernels(folder):
     return done.returncode, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("stack,stores,loads,more,word", [
-    (0, 0, 0, "", None), (64, 0, 0, "", None), (16, 8, 12, "", "spills 20 bytes"),
-    (8, 0, 4, "", "spills 4 bytes"),
-    (0, 0, 0, "ptxas info : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized "
-     "due to...\n", "C7510"),
+@pytest.mark.parametrize("features,stack,stores,loads,more,word", [
+    (0, 0, 0, 0, "", None), (0, 64, 0, 0, "", None), (0, 16, 8, 12, "", None),
+    (0, 40, 36, 36, "", "spills 72 bytes"), (2, 40, 36, 36, "", None), (1, 300, 300, 300, "", "spills 600"),
+    (0, 0, 0, 0, "ptxas info : (C7510) Potential Performance Loss: wgmma.mma_async instructions are "
+     "serialized due to...\n", "C7510"),
 ])
-def test_reports_of_the_compiler(stack, stores, loads, more, word, tmp_path):
-    report = REPORT.format(stack=stack, stores=stores, loads=loads, more=more)
+def test_reports_of_the_compiler(features, stack, stores, loads, more, word, tmp_path):
+    report = REPORT.format(features=features, stack=stack, stores=stores, loads=loads, more=more)
     (tmp_path / "sm80_forward.log").write_text(report)
     (tmp_path / "cpp.log").write_text("seconds: 1.0\n")
     status, printed = check_kernels(tmp_path)

@@ -75,7 +75,7 @@ def test_deterministic_changes_only_the_order_of_additions(name):
     inputs = case.draw()
     actual, expected = run(case, inputs), run(case, inputs, deterministic=True)
     for x in ("out", "lse", "dq", "dk", "dv"):
-        torch.testing.assert_close(getattr(actual, x), getattr(expected, x), rtol=2e-2, atol=1e-3)
+        torch.testing.assert_close(getattr(actual, x), getattr(expected, x), rtol=2e-2, atol=4e-3)
 
 
 @pytest.mark.parametrize("block_size", [64, 128, (48, 33)], ids=str)
@@ -122,8 +122,8 @@ def test_company_in_the_batch(dtype, seqlen_q, seqlen_k, heads, head_dim, featur
     (40, 3000, (2, 1), 64, {}), (1, 8000, (1, 1), 128, {}), (150, 300, (4, 2), 64, {}),
     (130, 1000, (2, 2), 256, {}), (1000, 1000, (1, 1), 128, {"causal": True})], ids=str)
 def test_company_that_fills_the_gpu(seqlen_q, seqlen_k, heads, head_dim, features):
-    """Alone these are too few blocks for a GPU, which then shares out the keys of a query, in as many parts as
-    fill it: not where deterministic=True asks for bits that depend on the row alone."""
+    """Alone these are too few blocks for a GPU, which then shares out the keys of a query, in as many parts
+    as fill it: not where deterministic=True asks for bits that depend on the row alone."""
     case = Case(torch.bfloat16, 5, seqlen_q, seqlen_k, *heads, head_dim, device=DEVICE, **features)
     check_company_in_the_batch(case)
 

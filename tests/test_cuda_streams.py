@@ -217,6 +217,7 @@ def test_memory_is_torchs_and_does_not_grow(name, deterministic):
     before = state()
     for _ in range(100):
         step(*inputs)
+    gc.collect()
     torch.cuda.synchronize()
     after = state()
     assert after[0] <= before[0] and after[1] <= before[1]

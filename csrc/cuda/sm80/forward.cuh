@@ -164,9 +164,23 @@ class ForwardTile {
         }
     }
 
-    // Scores become probabilities relative to the running maximum.
+    // Scores become probabilities relative to the running maximum. The product with unit() is not rounded
+    // before the subtraction: nothing to be seen of it, unless the scores are so large that their rounding
+    // errors are exponents. Then they are rounded as the maximum was, and the largest probability is 1.
     __device__ __forceinline__ void exponentiate(Scores& s) {
-        const float factor = unit();
+        constexpr float huge = 1 << 22;
+        float factor = unit();
+        bool rounds = false;
+#pragma unroll
+        for (int r = 0; r < Scores::rows; ++r) rounds |= fabsf(softmax_[r].reference()) > huge;
+        if (features == Features::none && __any_sync(0xffffffff, rounds)) {
+#pragma unroll
+            for (int r = 0; r < Scores::rows; ++r)
+#pragma unroll
+                for (int column = 0; column < Scores::columns; ++column)
+                    s.at(r, column) = __fmul_rn(s.at(r, column), factor);
+            factor = 1;
+        }
 #pragma unroll
         for (int r = 0; r < Scores::rows; ++r) {
             const float reference = softmax_[r].reference();
