@@ -1,5 +1,5 @@
-"""The C++ parts that have tests of their own: the tile schedule, and the tile products of every instruction
-set."""
+"""The C++ parts that have tests of their own: the tile schedule, the tiles of packed sequences, and the tile
+products of every instruction set."""
 
 import os
 import runpy
@@ -26,8 +26,9 @@ def compile_cpp(source, output, *flags):
     return output
 
 
-def test_schedule_against_brute_force(tmp_path):
-    program = compile_cpp(ROOT / "tests" / "cpp" / "schedule.cpp", tmp_path / "schedule", "-O2")
+@pytest.mark.parametrize("name", ["schedule", "packed_tiles"])
+def test_against_brute_force(name, tmp_path):
+    program = compile_cpp(ROOT / "tests" / "cpp" / f"{name}.cpp", tmp_path / name, "-O2")
     done = subprocess.run([program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout.split()[0]) > 10_000

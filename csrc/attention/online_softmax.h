@@ -23,7 +23,7 @@ struct OnlineSoftmax {
     }
 
     // Takes the next tile's maximum; returns the factor for what was accumulated under the old maximum. A NaN
-    // score is no maximum: it reaches the sum, and so the output, through probability().
+    // score is no maximum: it reaches the sum, and so the output, through its probability.
     FLASH_HOST_DEVICE Value update(Value tile_max) {
         const Value old_max = row_max;
         row_max = Math::select(tile_max > old_max, tile_max, old_max);
@@ -36,8 +36,6 @@ struct OnlineSoftmax {
     FLASH_HOST_DEVICE Value reference() const {
         return Math::select(row_max == minus_infinity(), Math::broadcast(Real(0)), row_max);
     }
-
-    FLASH_HOST_DEVICE Value probability(Value score) const { return Math::exponential(score - reference()); }
 
     FLASH_HOST_DEVICE void add(Value tile_sum) { row_sum = row_sum + tile_sum; }
 

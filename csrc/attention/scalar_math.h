@@ -28,13 +28,5 @@ struct ScalarMath {
     }
     FLASH_HOST_DEVICE static Value tanh(Value x) { return ::tanh(x); }
 };
-template <>
-FLASH_HOST_DEVICE float ScalarMath<float>::exponential(float x) {
-    return ::expf(x);
-}
-template <>
-FLASH_HOST_DEVICE float ScalarMath<float>::tanh(float x) {
-    return ::tanhf(x);
-}
 
 }  // namespace flash

@@ -26,17 +26,16 @@ struct BackwardConfiguration {
     int score_rows, gradient_rows, dq_rows;  // warps along the rows of S, of dK and dV, of dQ
 };
 
-// Where dQ is summed up: fp32, a query tile's numbers together, in the order of the threads' accumulators, so
-// that a warp adds to consecutive addresses.
+// Where dQ is summed up: float [H, tiles, query_tile * head_dim], the tiles of all batch entries one after
+// the other, a tile's numbers in the order of the threads' accumulators, so that a warp adds to consecutive
+// addresses.
 struct DqSums {
-    float* data;  // [H, tiles, query_tile * head_dim], tiles of all batch entries
-    int64_t tiles_per_head;
-
+    // Of one head.
     __host__ __device__ static int64_t tiles(const ForwardProblem& problem, int query_tile) {
         return problem.cu_seqlens_q ? problem.rows_q / query_tile + problem.batch + 1
                                     : (problem.seqlen_q + query_tile - 1) / query_tile * problem.batch;
     }
-    // The first tile of a batch entry.
+    // Of a batch entry's tiles.
     __device__ static int64_t first_tile(const ForwardProblem& problem, int64_t batch, int query_tile) {
         if (problem.cu_seqlens_q)
             return PackedTiles{problem.cu_seqlens_q, problem.batch, problem.rows_q, query_tile}.first_slot(
@@ -366,9 +365,9 @@ class DqFinish {
     __device__ static void run(const BackwardProblem& problem, const RowTile& tile, const float* dq_sums,
                                char* shared_tile) {
         const ForwardProblem& forward = problem.forward;
-        const int64_t first_tile = tile.unowned ? 0
-                                                : DqSums::first_tile(forward, tile.batch, c.query_tile) +
-                                                      tile.rows.begin / c.query_tile;
+        const int64_t first_tile =
+            tile.unowned ? 0
+                         : DqSums::first_tile(forward, tile.batch, c.query_tile) + tile.first / c.query_tile;
         const float* sums = dq_sums + (tile.head * DqSums::tiles(forward, c.query_tile) + first_tile) *
                                           c.query_tile * c.head_dim;
         const float scale = features_of(forward) == Features::none ? float(forward.softmax_scale) : 1.f;

@@ -107,7 +107,7 @@ class ForwardTile {
         multiply_rows_by_rows<dtype, QueryTile, KeyTile>(s, q_lane, KeyTile::lane_columns_first(k_address()));
     }
 
-    // From dot products to scores; without features the scale is left to soften().
+    // From dot products to scores; without features the scale is left to exponentiate().
     __device__ __forceinline__ void transform(Scores& s, Position key) const {
         if constexpr (features != Features::none) {
 #pragma unroll
@@ -253,7 +253,8 @@ class ForwardTile {
                 *statistics_of<float>(problem_.lse, shared_.plan.tile.batch,
                                       shared_.plan.tile.sequence.first_query_row + query(r),
                                       shared_.plan.tile.head) = softmax_[r].log_sum_exp(natural);
-        __syncthreads();  // everybody has left Q
+        cp_async_wait<0>();
+        __syncthreads();  // everybody has left Q, and its copies are done where there was no key
         store_fragment<dtype, QueryTile>(q_address(), out_, warp_row(), 0);
         __syncthreads();
         const HeadRows<uint16_t> out(problem_.out, shared_.plan.tile.batch,
