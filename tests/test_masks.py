@@ -70,10 +70,11 @@ def test_invisible_keys_change_nothing(dtype, value, seqlen_q, seqlen_k, causal,
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("key", [0, 37, 69])
-def test_partly_visible_bad_key(dtype, value, key, device):
+@pytest.mark.parametrize("seqlen,heads_k,head_dim,key", [
+    (70, 2, 32, 0), (70, 2, 32, 37), (70, 2, 32, 69), (200, 1, 128, 130), (200, 1, 128, 199)])
+def test_partly_visible_bad_key(dtype, value, seqlen, heads_k, head_dim, key, device):
     """NaN in one key and value of a causal sequence touches no query before it, nor its gradient."""
-    case = Case(dtype, 1, 70, 70, 2, 2, 32, causal=True, device=device)
+    case = Case(dtype, 1, seqlen, seqlen, 2, heads_k, head_dim, causal=True, device=device)
     q, k, v, dout = case.draw()
     dout[:, key:] = 0  # the rows that see the key; their dP is NaN, so only rows before it may be looked at
     clean = case.run((q, k, v, dout))

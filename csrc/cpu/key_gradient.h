@@ -128,8 +128,8 @@ class KeyGradientTask {
                             bool selecting) {
         const Operand* operands = reinterpret_cast<const Operand*>(tile);
         if (selecting)
-            selecting_gemm<Probabilities::in_a, Order::column_major>(kPanel, columns, steps, operands, kPanel,
-                                                                     rows, columns, sum, columns);
+            selecting_gemm<Probabilities::in_a>(kPanel, columns, steps, operands, kPanel, rows, columns, sum,
+                                                columns);
         else
             gemm<Order::column_major>(kPanel, columns, steps, operands, kPanel, rows, columns, sum, columns,
                                       Result::accumulate);

@@ -93,16 +93,6 @@ void zero_unowned_rows(const TensorView& tensor, const int32_t* cu_seqlens, int6
             std::memset(row_of<Element>(tensor, 0, row, head), 0, size_t(head_dim) * sizeof(Element));
 }
 
-FLASH_INLINE bool is_finite(float x) {
-    return x - x == 0;
-}
-FLASH_INLINE bool is_finite(double x) {
-    return x - x == 0;
-}
-FLASH_INLINE bool is_finite(Pair x) {
-    return (x.bits & 0x7f80u) != 0x7f80u && (x.bits & 0x7f800000u) != 0x7f800000u;
-}
-
 template <class Operand>
 bool all_finite(const Operand* tile, int64_t count) {
     bool finite = true;

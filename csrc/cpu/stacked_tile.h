@@ -45,8 +45,8 @@ class StackedTile {
         const int64_t first = span.offset / kStep, steps = (span.count + kStep - 1) / kStep;
         const Operand* rows = rows_ + first * columns_;
         if (span.masked && !finite_)
-            selecting_gemm<Probabilities::in_b, Order::column_major>(head_dim_, lanes, steps, rows, columns_,
-                                                                     probabilities, lanes, sum, lanes);
+            selecting_gemm<Probabilities::in_b>(head_dim_, lanes, steps, rows, columns_, probabilities, lanes,
+                                                sum, lanes);
         else if constexpr (kTransposesStackedTiles<Operand>)
             gemm<Order::row_major>(head_dim_, lanes, steps, transposed_ + first, kSteps, probabilities, lanes,
                                    sum, lanes, Result::accumulate);

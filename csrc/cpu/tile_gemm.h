@@ -8,6 +8,7 @@
 // float in any case.
 #pragma once
 
+#include <cstdlib>
 #include <type_traits>
 
 #include "matrix_unit.h"
@@ -134,25 +135,63 @@ FLASH_INLINE float part(Pair x, int index) {
     return real;
 }
 
+FLASH_INLINE bool is_finite(float x) {
+    return x - x == 0;
+}
+FLASH_INLINE bool is_finite(double x) {
+    return x - x == 0;
+}
+FLASH_INLINE bool is_finite(Pair x) {
+    return is_finite(part(x, 0)) && is_finite(part(x, 1));
+}
+
+template <class Real>
+FLASH_INLINE Real finite_or_zero(Real x) {
+    return is_finite(x) ? x : Real(0);
+}
+FLASH_INLINE Pair finite_or_zero(Pair x) {
+    return {(is_finite(part(x, 0)) ? x.bits & 0xffffu : 0) |
+            (is_finite(part(x, 1)) ? x.bits & 0xffff0000u : 0)};
+}
+
 enum class Probabilities { in_a, in_b };
 
+// A copy with zeros for what is not finite. Not a std::vector: its code could be shared between variants.
+template <class Operand>
+struct FiniteCopy {
+    Operand* data;
+
+    FiniteCopy(const Operand* from, int64_t count, int64_t padding)
+        : data(static_cast<Operand*>(std::calloc(size_t(count + padding), sizeof(Operand)))) {
+        for (int64_t i = 0; i < count; ++i) data[i] = finite_or_zero(from[i]);
+    }
+    ~FiniteCopy() { std::free(data); }
+    FiniteCopy(const FiniteCopy&) = delete;
+};
+
 // gemm for tiles in which a masked probability of 0 meets NaN or infinity: there 0 * x is 0, so nothing
-// behind a mask leaks. Taken only for such tiles, hence plain loops.
-template <Probabilities where, Order order, class Operand, class Real>
+// behind a mask leaks, and whoever doesn't see them gets the bits that gemm would give. Column-major A: a
+// step's elements are neighbours in both operands. Taken only for such tiles, hence the copy and the plain
+// loops.
+template <Probabilities where, class Operand, class Real>
 void selecting_gemm(int64_t rows, int64_t columns, int64_t steps, const Operand* a, int64_t lda,
                     const Operand* b, int64_t ldb, Real* c, int64_t ldc) {
-    for (int64_t row = 0; row < rows; ++row)
-        for (int64_t column = 0; column < columns; ++column) {
-            Real sum = c[row * ldc + column];
-            for (int64_t step = 0; step < steps; ++step)
-                for (int i = 0; i < GemmTraits<Operand>::depth_per_step; ++i) {
-                    const Real left =
-                        part(order == Order::row_major ? a[row * lda + step] : a[step * lda + row], i);
-                    const Real right = part(b[step * ldb + column], i);
-                    if ((where == Probabilities::in_a ? left : right) != 0) sum += left * right;
+    constexpr bool in_a = where == Probabilities::in_a;
+    const Operand *values = in_a ? b : a, *probabilities = in_a ? a : b;
+    const int64_t value_ld = in_a ? ldb : lda, probability_ld = in_a ? lda : ldb;
+    const FiniteCopy<Operand> finite(values, steps * value_ld, kMicroRows);
+    gemm<Order::column_major>(rows, columns, steps, in_a ? a : finite.data, lda, in_a ? finite.data : b, ldb,
+                              c, ldc, Result::accumulate);
+    for (int64_t step = 0; step < steps; ++step)
+        for (int64_t i = 0; i < (in_a ? columns : rows); ++i)
+            for (int half = 0; half < GemmTraits<Operand>::depth_per_step; ++half) {
+                const Real value = part(values[step * value_ld + i], half);
+                if (is_finite(value)) continue;
+                for (int64_t j = 0; j < (in_a ? rows : columns); ++j) {
+                    const Real probability = part(probabilities[step * probability_ld + j], half);
+                    if (probability != 0) c[in_a ? j * ldc + i : i * ldc + j] += probability * value;
                 }
-            c[row * ldc + column] = sum;
-        }
+            }
 }
 
 }  // namespace flash::cpu::FLASH_CPU_ISA
