@@ -77,7 +77,7 @@ def check_kernels(folder):
 
 @pytest.mark.parametrize("features,stack,stores,loads,more,word", [
     (0, 0, 0, 0, "", None), (0, 64, 0, 0, "", None), (0, 16, 8, 12, "", None),
-    (0, 40, 36, 36, "", "spills 72 bytes"), (2, 40, 36, 36, "", None), (1, 300, 300, 300, "", "spills 600"),
+    (0, 80, 70, 70, "", "spills 140 bytes"), (2, 80, 70, 70, "", None), (1, 300, 300, 300, "", "spills 600"),
     (0, 0, 0, 0, "ptxas info : (C7510) Potential Performance Loss: wgmma.mma_async instructions are "
      "serialized due to...\n", "C7510"),
 ])

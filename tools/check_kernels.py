@@ -18,7 +18,7 @@ from pathlib import Path
 # Bytes stored and loaded. A plain kernel may keep a few addresses from before its loop in memory, read once a
 # tile; anything of a tile's own would show in its speed. The kernels with softcap, ALiBi or dropout are bound
 # by those, not by the memory's first level.
-PLAIN_LIMIT = 64
+PLAIN_LIMIT = 128
 FEATURES_LIMIT = 512
 
 SERIALISED = re.compile(r"C7510|wgmma.*seriali[sz]ed", re.IGNORECASE)
