@@ -9,8 +9,8 @@
 
 namespace flash::cuda {
 
-// The order of a product's steps: along k in 16s, along D's columns in 16s within. Operands are loaded
-// `kAhead` steps before the multiplications that use them, the latency of ldmatrix: ptxas keeps this order.
+// The order of a product's steps: along k in 16s, along D's columns in 16s within. Operands are loaded this
+// many steps before the multiplications that use them; ptxas moves them further as registers allow.
 constexpr int kAhead = 2;
 
 // load_a(a, k) fills a[row tile][4], load_b(b, k, n) fills b for columns n .. n + 15.
