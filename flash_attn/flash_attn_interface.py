@@ -124,7 +124,8 @@ def flash_attn_func(
         alibi_slopes: float32 [H] or [B, H]; scores get -slope * |i + Sk - Sq - j| (ALiBi, arXiv 2108.12409).
             Not differentiable.
         deterministic: make the backward bitwise repeatable, as torch.use_deterministic_algorithms does too.
-            On the CPU it always is, on a GPU all but q's gradient.
+            On the CPU it always is, on a GPU all but q's gradient. On a GPU it also keeps a row's bits
+            independent of the rest of the batch: keys are not shared out over blocks to fill the device.
         return_attn_probs: also return lse and S_dmask.
 
     Returns: out [B, Sq, H, Dv], contiguous, in q's dtype. With return_attn_probs (out, lse, S_dmask): lse,

@@ -32,15 +32,21 @@ struct BackwardConfiguration {
 struct DqSums {
     // Of one head.
     __host__ __device__ static int64_t tiles(const ForwardProblem& problem, int query_tile) {
-        return problem.cu_seqlens_q ? problem.rows_q / query_tile + problem.batch + 1
-                                    : (problem.seqlen_q + query_tile - 1) / query_tile * problem.batch;
+        return problem.cu_seqlens_q ? packed(problem, query_tile).slots()
+                                    : dense(problem, query_tile) * problem.batch;
     }
     // Of a batch entry's tiles.
     __device__ static int64_t first_tile(const ForwardProblem& problem, int64_t batch, int query_tile) {
-        if (problem.cu_seqlens_q)
-            return PackedTiles{problem.cu_seqlens_q, problem.batch, problem.rows_q, query_tile}.first_slot(
-                batch);
-        return (problem.seqlen_q + query_tile - 1) / query_tile * batch;
+        return problem.cu_seqlens_q ? packed(problem, query_tile).first_slot(batch)
+                                    : dense(problem, query_tile) * batch;
+    }
+
+  private:
+    __host__ __device__ static PackedTiles packed(const ForwardProblem& problem, int query_tile) {
+        return {problem.cu_seqlens_q, problem.batch, problem.rows_q, query_tile};
+    }
+    __host__ __device__ static int64_t dense(const ForwardProblem& problem, int query_tile) {
+        return (problem.seqlen_q + query_tile - 1) / query_tile;
     }
 };
 
