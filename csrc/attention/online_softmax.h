@@ -32,6 +32,8 @@ struct OnlineSoftmax {
         return rescale;
     }
 
+    FLASH_HOST_DEVICE bool settled() const { return row_max != -std::numeric_limits<Real>::infinity(); }
+
     // The maximum, or 0 where all is masked so far: -inf - (-inf) would be NaN.
     FLASH_HOST_DEVICE Value reference() const {
         return Math::select(row_max == minus_infinity(), Math::broadcast(Real(0)), row_max);

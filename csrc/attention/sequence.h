@@ -53,7 +53,8 @@ FLASH_HOST_DEVICE Sequence unowned_rows(const ForwardProblem& problem) {
 // The rows past the last sequence count as sequence `batch`.
 struct PackedTiles {
     const int32_t* cu_seqlens;
-    int64_t batch, rows, tile;
+    int64_t batch, rows;
+    Position tile;
 
     FLASH_HOST_DEVICE int64_t slots() const { return rows / tile + batch + 1; }
     FLASH_HOST_DEVICE int64_t first_slot(int64_t sequence) const {

@@ -19,6 +19,7 @@ class Forward:
     key_tile: int
     warps: int
     blocks: int  # resident blocks a multiprocessor that the register budget is made for
+    columns: int = 1  # warps that share a row, each with a part of the keys and of the head dim
 
 
 @dataclass(frozen=True)
@@ -67,8 +68,8 @@ ROWS = [
     Row("sm80", "forward", HALVES, Forward(64, 128, 64, warps=4, blocks=3)),
     Row("sm80", "forward", HALVES, Forward(96, 128, 64, warps=4, blocks=2)),
     Row("sm80", "forward", HALVES, Forward(128, 128, 64, warps=4, blocks=2)),
-    Row("sm80", "forward", HALVES, Forward(192, 128, 64, warps=8, blocks=1)),
-    Row("sm80", "forward", HALVES, Forward(256, 128, 64, warps=8, blocks=1)),
+    Row("sm80", "forward", HALVES, Forward(192, 128, 64, warps=8, blocks=1, columns=2)),
+    Row("sm80", "forward", HALVES, Forward(256, 128, 64, warps=8, blocks=1, columns=2)),
     Row("sm80", "forward", HALVES, Forward(256, 64, 64, warps=4, blocks=1)),
     Row("sm80", "backward", HALVES, Backward(64, 64, 64, 4, 2, 3, score_rows=2, gradient_rows=2, dq_rows=2)),
     Row("sm80", "backward", HALVES, Backward(96, 64, 64, 4, 2, 2, score_rows=2, gradient_rows=4, dq_rows=4)),

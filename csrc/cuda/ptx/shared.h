@@ -20,10 +20,26 @@ __device__ __forceinline__ void store_shared(uint32_t address, uint32_t x) {
     asm volatile("st.shared.b32 [%0], %1;\n" ::"r"(address), "r"(x) : "memory");
 }
 
+__device__ __forceinline__ void store_shared(uint32_t address, uint2 x) {
+    asm volatile("st.shared.v2.b32 [%0], {%1,%2};\n" ::"r"(address), "r"(x.x), "r"(x.y) : "memory");
+}
+
 __device__ __forceinline__ void store_shared(uint32_t address, uint4 x) {
     asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};\n" ::"r"(address), "r"(x.x), "r"(x.y), "r"(x.z),
                  "r"(x.w)
                  : "memory");
+}
+
+__device__ __forceinline__ uint32_t load_shared_4(uint32_t address) {
+    uint32_t x;
+    asm volatile("ld.shared.b32 %0, [%1];\n" : "=r"(x) : "r"(address) : "memory");
+    return x;
+}
+
+__device__ __forceinline__ uint2 load_shared_8(uint32_t address) {
+    uint2 x;
+    asm volatile("ld.shared.v2.b32 {%0,%1}, [%2];\n" : "=r"(x.x), "=r"(x.y) : "r"(address) : "memory");
+    return x;
 }
 
 __device__ __forceinline__ uint4 load_shared_16(uint32_t address) {

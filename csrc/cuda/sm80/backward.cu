@@ -23,11 +23,11 @@ constexpr int blocks_of(Features features) {
 
 template <Features features>
 __global__ void __launch_bounds__(kThreads, blocks_of(features))
-    attention_backward(const __grid_constant__ BackwardProblem problem, float* dq_sums) {
+    attention_backward(const __grid_constant__ BackwardProblem problem,
+                       const __grid_constant__ RowTiling tiling, float* dq_sums) {
     extern __shared__ __align__(128) char memory[];
     auto& shared = *reinterpret_cast<BackwardShared<kConfiguration>*>(memory);
-    const RowTile tile = RowTiling::of_keys(problem.forward, kConfiguration.key_tile)(
-        blockIdx.x, problem.forward, false, false);
+    const RowTile tile = tiling(blockIdx.x, problem.forward, false);
     if (tile.rows.empty()) return;
     BackwardTile<kDType, kConfiguration, features> work(problem, shared, dq_sums);
     work.load_keys(tile);
@@ -37,24 +37,24 @@ __global__ void __launch_bounds__(kThreads, blocks_of(features))
 }
 
 __global__ void __launch_bounds__(kThreads)
-    finish_dq(const __grid_constant__ BackwardProblem problem, const float* dq_sums) {
+    finish_dq(const __grid_constant__ BackwardProblem problem, const __grid_constant__ RowTiling tiling,
+              const float* dq_sums) {
     extern __shared__ __align__(128) char memory[];
-    const RowTiling tiling = RowTiling::of_queries(problem.forward, kConfiguration.query_tile);
-    const RowTile tile = tiling(blockIdx.x, problem.forward, true, false);
+    const RowTile tile = tiling(blockIdx.x, problem.forward, false);
     if (tile.rows.empty()) return;
     DqFinish<kDType, kConfiguration>::run(problem, tile, dq_sums, memory);
 }
 
 template <Features features>
 __global__ void __launch_bounds__(kQueryWalk.warps * 32, 1)
-    query_gradient(const __grid_constant__ BackwardProblem problem) {
+    query_gradient(const __grid_constant__ BackwardProblem problem,
+                   const __grid_constant__ RowTiling tiling) {
     extern __shared__ __align__(128) char memory[];
     auto& shared = *reinterpret_cast<QueryGradientShared<kQueryWalk>*>(memory);
-    const RowTile tile = RowTiling::of_queries(problem.forward, kQueryWalk.query_tile)(
-        blockIdx.x, problem.forward, true, true);
+    const RowTile tile = tiling(blockIdx.x, problem.forward, true);
     if (tile.rows.empty()) return;
     if (threadIdx.x == 0)
-        shared.plan.start(problem.forward, tile, {0, 1, nullptr, nullptr}, kQueryWalk.key_tile);
+        shared.plan.make(problem.forward, tile, {0, 1, nullptr, nullptr}, kQueryWalk.key_tile);
     __syncthreads();
     QueryGradientTile<kDType, kQueryWalk, features>(problem, shared).run();
 }
@@ -72,19 +72,20 @@ void launch_features(const BackwardProblem& problem, const Launch& launch) {
     if (dq_sums)
         check(cudaMemsetAsync(dq_sums, 0, workspace_bytes(problem), static_cast<cudaStream_t>(launch.stream)),
               FLASH_KERNEL_NAME);
-    const int64_t key_tiles = RowTiling::of_keys(problem.forward, kConfiguration.key_tile).count();
-    launch_kernel(FLASH_KERNEL_NAME, attention_backward<features>, key_tiles, kThreads, kSharedBytes, launch,
-                  problem, dq_sums);
+    const RowTiling keys = RowTiling::of_keys(problem.forward, kConfiguration.key_tile);
+    launch_kernel(FLASH_KERNEL_NAME, attention_backward<features>, keys.count(), kThreads, kSharedBytes,
+                  launch, problem, keys, dq_sums);
     if (dq_sums) {
         // A block list may cut queries elsewhere; the sums' tiles are counted from the first query.
         BackwardProblem whole = problem;
         whole.forward.key_blocks = {};
-        const int64_t query_tiles = RowTiling::of_queries(whole.forward, kConfiguration.query_tile).count();
-        launch_kernel(FLASH_KERNEL_NAME, finish_dq, query_tiles, kThreads, kDqBytes, launch, whole, dq_sums);
+        const RowTiling queries = RowTiling::of_queries(whole.forward, kConfiguration.query_tile);
+        launch_kernel(FLASH_KERNEL_NAME, finish_dq, queries.count(), kThreads, kDqBytes, launch, whole,
+                      queries, dq_sums);
     } else {
-        const int64_t query_tiles = RowTiling::of_queries(problem.forward, kQueryWalk.query_tile).count();
-        launch_kernel(FLASH_KERNEL_NAME, query_gradient<features>, query_tiles, kQueryWalk.warps * 32,
-                      sizeof(QueryGradientShared<kQueryWalk>), launch, problem);
+        const RowTiling queries = RowTiling::of_queries(problem.forward, kQueryWalk.query_tile);
+        launch_kernel(FLASH_KERNEL_NAME, query_gradient<features>, queries.count(), kQueryWalk.warps * 32,
+                      sizeof(QueryGradientShared<kQueryWalk>), launch, problem, queries);
     }
 }
 

@@ -57,7 +57,7 @@ struct BackwardHead {
     float* dq;                 // sums of the sequence's first query tile
     ScoreTransform<GpuMath> transform;
     Dropout dropout;
-    TileSchedule schedule;
+    SchedulePlace start;
 };
 
 template <BackwardConfiguration c>
@@ -78,7 +78,7 @@ struct BackwardShared {
     Mask mask;
     int group;              // query heads to visit; 0 for keys that belong to nobody
     BackwardHead heads[2];  // of head i at i % 2
-    WarpSchedule warps[c.warps];
+    SchedulePlace warps[c.warps];
 };
 
 template <BackwardConfiguration c>
@@ -91,7 +91,7 @@ class BackwardPlan {
         const ForwardProblem& problem = problem_.forward;
         shared_.tile = tile;
         shared_.mask = Mask(problem, tile.sequence);
-        shared_.group = tile.unowned ? 0 : group_of(problem);
+        shared_.group = tile.unowned ? 0 : tile.group;
         if (shared_.group > 0) start_head(0);
     }
 
@@ -100,7 +100,7 @@ class BackwardPlan {
         const ForwardProblem& problem = problem_.forward;
         BackwardHead& out = shared_.heads[i % 2];
         const RowTile& tile = shared_.tile;
-        const int64_t head = tile.head * group_of(problem) + i;
+        const int64_t head = tile.head * tile.group + i;
         const int64_t first_query = tile.sequence.first_query_row;
         out.queries = {problem.q, tile.batch, first_query, head, problem.head_dim};
         out.douts = {problem_.dout, tile.batch, first_query, head, problem.head_dim_v};
@@ -113,11 +113,12 @@ class BackwardPlan {
         if (problem.dropout_threshold) out.dropout = Dropout(problem, tile.batch, head);
         const Interval first = shared_.mask.queries_of(tile.rows.begin);
         const Interval last = shared_.mask.queries_of(tile.rows.end - 1);
-        out.schedule =
+        out.start.schedule =
             problem.query_blocks.counts
                 ? TileSchedule(first, last, c.query_tile,
                                block_list_of(problem.query_blocks, tile.batch, head, tile.rows.begin))
                 : TileSchedule(first, last, c.query_tile);
+        out.start.next();
     }
 
   private:
@@ -155,12 +156,12 @@ class BackwardTile {
             __syncthreads();  // head i is described, and everybody has left head i - 1
             if (threadIdx.x == 0 && i + 1 < shared_.group) plan_.start_head(i + 1);
             const BackwardHead& head = shared_.heads[i % 2];
-            TileWalk<c.query_tile> walk(shared_.warps[warp()], head.schedule);
+            TileWalk<c.query_tile> walk(shared_.warps[warp()], head.start);
             int stage = 0;
             load_queries(head, walk, stage);
             while (walk.more()) {
-                Part now{walk.first(), walk.seen(shared_.warps[warp()]),
-                         walk.masked(shared_.warps[warp()]) || partial, stage, false};
+                Part now{walk.first(), walk.seen(shared_.warps[warp()]), walk.masked() || partial, stage,
+                         false};
                 walk.advance(shared_.warps[warp()]);
                 cp_async_wait<0>();
                 __syncthreads();

@@ -18,24 +18,26 @@ constexpr int blocks_of(Features features) {
 
 template <Features features>
 __global__ void __launch_bounds__(kConfiguration.warps * 32, blocks_of(features))
-    attention_forward(const __grid_constant__ ForwardProblem problem, const __grid_constant__ int splits,
-                      const __grid_constant__ double natural, float* __restrict__ partial) {
+    attention_forward(const __grid_constant__ ForwardProblem problem,
+                      const __grid_constant__ RowTiling tiling, const __grid_constant__ int splits,
+                      const __grid_constant__ float score_unit, const __grid_constant__ double natural,
+                      float* __restrict__ partial) {
     extern __shared__ __align__(128) char memory[];
     auto& shared = *reinterpret_cast<ForwardShared<kConfiguration>*>(memory);
-    const RowTile tile = RowTiling::of_queries(problem, kConfiguration.query_tile)(
-        blockIdx.x / uint32_t(splits), problem, true, true);
+    const uint32_t index = splits == 1 ? blockIdx.x : blockIdx.x / uint32_t(splits);
+    const RowTile tile = tiling(index, problem, true);
     if (tile.rows.empty()) return;
-    ForwardTile<DType::FLASH_DTYPE, kConfiguration, features> work(problem, shared);
+    ForwardTile<DType::FLASH_DTYPE, kConfiguration, features> work(problem, shared, score_unit, natural);
     work.load_queries(tile);
     if (threadIdx.x == 0) {
         const int64_t rows = problem.batch * problem.heads_q * problem.seqlen_q;
-        shared.plan.start(problem, tile,
-                          {int(blockIdx.x % uint32_t(splits)), splits, partial,
-                           partial + splits * rows * kConfiguration.head_dim},
-                          kConfiguration.key_tile);
+        shared.plan.make(problem, tile,
+                         {int(blockIdx.x - index * splits), splits, partial,
+                          partial + splits * rows * kConfiguration.head_dim},
+                         kConfiguration.key_tile);
     }
     __syncthreads();
-    work.run(natural);
+    work.run();
 }
 
 int64_t workspace_bytes(const ForwardProblem& problem, int splits) {
@@ -49,13 +51,14 @@ void launch(const ForwardProblem& problem, int splits, const Launch& launch) {
     const auto kernel = features == Features::none          ? attention_forward<Features::none>
                         : features == Features::transformed ? attention_forward<Features::transformed>
                                                             : attention_forward<Features::dropout>;
+    const float score_unit = float(problem.softmax_scale * GpuMath::unit);
     // One unit of a kernel's scores in natural units: the scale is rounded after log2(e) went into it.
-    const double natural = features == Features::none
-                               ? problem.softmax_scale / double(ScoreTransform<GpuMath>(problem, 0, 0).inner)
-                               : 1 / GpuMath::unit;
-    const int64_t tiles = RowTiling::of_queries(problem, kConfiguration.query_tile).count();
-    launch_kernel(FLASH_KERNEL_NAME, kernel, tiles * splits, kConfiguration.warps * 32, kSharedBytes, launch,
-                  problem, splits, natural, static_cast<float*>(launch.workspace));
+    const double natural =
+        features == Features::none ? problem.softmax_scale / double(score_unit) : 1 / GpuMath::unit;
+    const RowTiling tiling = RowTiling::of_queries(problem, kConfiguration.query_tile);
+    launch_kernel(FLASH_KERNEL_NAME, kernel, tiling.count() * splits, kConfiguration.warps * 32, kSharedBytes,
+                  launch, problem, tiling, splits, score_unit, natural,
+                  static_cast<float*>(launch.workspace));
     if (splits == 1) return;
     const auto* out = static_cast<const float*>(launch.workspace);
     const int64_t rows = problem.batch * problem.heads_q * problem.seqlen_q;

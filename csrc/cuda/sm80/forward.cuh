@@ -1,16 +1,26 @@
 // FlashAttention forward (docs/algorithm.md) with mma.sync. One block owns a tile of queries of one head and
-// walks the key tiles that its schedule lists; each warp owns query_tile / warps of the rows, from the scores
-// to the output, so no warp ever waits for another one's numbers.
+// walks the key tiles that its schedule lists. With columns = 1 each warp owns query_tile / warps of the
+// rows, from the scores to the output, so no warp ever waits for another one's numbers:
 //
-//     Q  query_tile x head_dim   shared, stays           S, P  registers: what one product leaves
-//     K  key_tile x head_dim     shared, next one loads         is the next one's operand
-//     V  key_tile x head_dim       while P V runs        O     registers, until the end
+//     Q     query_tile x head_dim    shared, stays              S, P  registers: what one product leaves
+//     K, V  key_tile x head_dim      shared, the next ones            is the next one's operand
+//                                    load while these are used  O     registers, until the end
 //
-// Two barriers a tile: before the first K is whole and everybody has left V, before the second V is whole and
-// everybody has left K; the copies of V and of the next K start behind them.
+// With columns = 2 (large head dims, where reading K and V from shared memory is the limit) two warps share
+// twice as many rows: each computes S for half of the keys, P goes through shared memory, and each computes O
+// for half of the head dim.
+//
+// One barrier a tile: behind it K and V are whole and everybody has left the other stage, which is filled
+// with the next ones.
+//
+// A row's maximum only has to keep the exponentials within range, so it need not follow every tile: where no
+// score is hidden the exponentials are taken relative to the maximum so far, and their sum, which is needed
+// anyway, says whether that was too low; then the tile is done again, which is rare. That saves the maxima
+// and the rescaling of O. Whether a row's maximum moves depends on this row alone.
 #pragma once
 
 #include "../../attention/online_softmax.h"
+#include "../ptx/barrier.h"
 #include "../tile/gpu_math.h"
 #include "../tile/warp_product.h"
 #include "finite.cuh"
@@ -21,14 +31,19 @@
 namespace flash::cuda::sm80 {
 
 struct ForwardConfiguration {
-    int head_dim, query_tile, key_tile, warps, blocks;
+    int head_dim, query_tile, key_tile, warps, blocks, columns;
 };
 
 template <ForwardConfiguration c>
 struct ForwardShared {
     alignas(128) char q[c.query_tile * c.head_dim * 2];  // at the end O
-    alignas(128) char k[c.key_tile * c.head_dim * 2];
-    alignas(128) char v[c.key_tile * c.head_dim * 2];
+    struct Stage {
+        alignas(128) char k[c.key_tile * c.head_dim * 2];
+        alignas(128) char v[c.key_tile * c.head_dim * 2];
+    } stages[2];
+    alignas(128) char p[c.columns > 1 ? c.query_tile * c.key_tile * 2 : 16];
+    float exchange[c.warps][c.columns > 1 ? c.query_tile * c.columns / c.warps : 1];
+    bool beyond[c.warps];
     uint32_t bad_keys[c.key_tile / 32];  // keys whose value is not finite, a bit each
     QueryPlan<c.warps> plan;
 };
@@ -36,8 +51,11 @@ struct ForwardShared {
 template <DType dtype, ForwardConfiguration c, Features features>
 class ForwardTile {
   public:
-    __device__ ForwardTile(const ForwardProblem& problem, ForwardShared<c>& shared)
-        : problem_(problem), shared_(shared) {}
+    // score_unit: from a dot product to a score in log 2, where no feature does more. natural: one unit of a
+    // score in natural units.
+    __device__ ForwardTile(const ForwardProblem& problem, ForwardShared<c>& shared, const float& score_unit,
+                           const double& natural)
+        : problem_(problem), shared_(shared), score_unit_(score_unit), natural_(natural) {}
 
     // Needs no plan: the copies run while thread 0 makes it.
     __device__ __forceinline__ void load_queries(const RowTile& tile) {
@@ -46,65 +64,163 @@ class ForwardTile {
         load_tile<threads, QueryTile>(q_address(), q, tile.first, tile.rows);
     }
 
-    // natural: one unit of a score in natural units.
-    __device__ __forceinline__ void run(double natural) {
+    __device__ __forceinline__ void run() {
         out_.clear();
-        TileWalk<c.key_tile> walk(shared_.plan.warp(), shared_.plan.schedule);
-        load_keys(k_address(), shared_.plan.keys, walk);
-        cp_async_commit();
-        while (walk.more()) {
+        TileWalk<c.key_tile> walk(shared_.plan.warp(), shared_.plan.start);
+        const WholeTiles<threads, KeyTile> keys(shared_.plan.keys), values(shared_.plan.values);
+        uint32_t stage = 0;  // byte offset of the one in use
+        const auto load = [&](uint32_t into) {
+            const uint32_t k = k_address() + into, v = v_address() + into;
+            if (!walk.more()) return;
+            const bool whole = walk.whole();
+            if (whole && keys.usable())
+                keys.load(k, walk.first(), int(problem_.k.row_stride));
+            else
+                load_partial(k, shared_.plan.keys, walk);
+            if (whole && values.usable())
+                values.load(v, walk.first(), int(problem_.v.row_stride));
+            else
+                load_partial(v, shared_.plan.values, walk);
+            cp_async_commit();
+        };
+        load(stage);
+        if (!walk.more()) {  // O takes the place of Q, which may still be on its way
             cp_async_wait<0>();
             __syncthreads();
-            load_keys(v_address(), shared_.plan.values, walk);
-            cp_async_commit();
-            Scores scores;
-            multiply_qk(scores);
-            cp_async_wait<0>();
-            __syncthreads();
-            const Position key = walk.first();
-            transform(scores, key);
-            if (walk.masked(shared_.plan.warp())) {
-                mask(scores, key, walk.seen(shared_.plan.warp()));
-                if (exclude_bad_values()) spoil_rows(scores);
-            }
-            walk.advance(shared_.plan.warp());
-            load_keys(k_address(), shared_.plan.keys, walk);
-            cp_async_commit();
-            follow_maximum(scores);
-            exponentiate(scores);
-            if constexpr (features == Features::dropout) drop(scores, key);
-            const RegisterOperand<dtype, warp_rows, c.key_tile> p(scores);
-            end_block(key < 0);  // the sums are done before P V starts
-            multiply_registers_by_columns<dtype, KeyTile>(out_, p, KeyTile::lane_rows_first(v_address()));
         }
-        store(natural);
+        uint32_t too_low = 0;  // rows of the lane whose maximum was, a bit each: the tile is done again
+        while (walk.more() || too_low) {
+            if (!too_low) {
+                cp_async_wait<0>();
+                __syncthreads();
+            }
+            Scores scores;
+            multiply_qk(scores, stage);
+            const Position key = walk.first();
+            const bool masked = walk.masked() && !too_low;
+            transform(scores, key);
+            if (masked) {
+                mask(scores, key, walk.seen(shared_.plan.warp()));
+                if (exclude_bad_values(stage)) spoil_rows(scores);
+            }
+            if (!too_low) {
+                walk.advance(shared_.plan.warp());
+                load(stage ^ kStageBytes);
+            }
+            if (!optimistic || masked || too_low || !settled_)
+                follow_maximum(scores, [&](int r, float maximum) {
+                    return !softmax_[r].settled() || too_low >> r & 1 ||
+                           ((!optimistic || masked) && maximum > softmax_[r].row_max + kRise);
+                });
+            float sums[Scores::rows];
+            exponentiate(scores, sums);
+            if constexpr (features == Features::dropout) drop(scores, key);
+            const auto p = left_operand(scores);
+            const bool check = optimistic && !masked && !too_low;
+            too_low = check ? rows_beyond(sums) : 0;
+            if (c.columns > 1 && !check) pair_barrier();  // P is whole
+            if (too_low) continue;
+            if constexpr (!optimistic) end_block(key < 0);  // the sums are done before P V starts
+#pragma unroll
+            for (int r = 0; r < Scores::rows; ++r) softmax_[r].add(sums[r]);
+            multiply_pv(p, stage);
+            stage ^= kStageBytes;
+        }
+        store();
     }
 
   private:
     static constexpr int threads = c.warps * 32;
-    static constexpr int warp_rows = c.query_tile / c.warps;
+    static_assert(c.columns == 1 || c.columns == 2);
+    static constexpr int warp_rows = c.query_tile / c.warps * c.columns;
+    static constexpr int warp_keys = c.key_tile / c.columns;
+    static constexpr int warp_values = c.head_dim / c.columns;
     using QueryTile = SmemTile<c.query_tile, c.head_dim>;
     using KeyTile = SmemTile<c.key_tile, c.head_dim>;
-    using Scores = Fragment<warp_rows, c.key_tile>;
-    using Output = Fragment<warp_rows, c.head_dim>;
+    using ScoreTile = SmemTile<c.query_tile, c.key_tile>;
+    using Scores = Fragment<warp_rows, warp_keys>;
+    using Output = Fragment<warp_rows, warp_values>;
+    static constexpr uint32_t kStageBytes = sizeof(typename ForwardShared<c>::Stage);
+
+    // Biases that grow along the keys would have every tile's scores computed twice.
+    static constexpr bool optimistic = features == Features::none;
+    // How far scores may rise above the maximum, log 2, before the maximum follows them.
+    static constexpr float kRise = 8;
+    // A lane's sum of a tile's probabilities that is still in float16's range.
+    static constexpr float kLargestSum = 1 << 15;
+    // Scores whose rounding errors matter as exponents.
+    static constexpr float kHuge = 1 << 22;
 
     __device__ __forceinline__ uint32_t q_address() const { return shared_address(shared_.q); }
-    __device__ __forceinline__ uint32_t k_address() const { return shared_address(shared_.k); }
-    __device__ __forceinline__ uint32_t v_address() const { return shared_address(shared_.v); }
-    __device__ __forceinline__ static int warp_row() { return int(threadIdx.x) / 32 * warp_rows; }
+    // Of the first stage.
+    __device__ __forceinline__ uint32_t k_address() const { return shared_address(shared_.stages[0].k); }
+    __device__ __forceinline__ uint32_t v_address() const { return shared_address(shared_.stages[0].v); }
+    __device__ __forceinline__ uint32_t p_address() const { return shared_address(shared_.p); }
+    __device__ __forceinline__ static int warp() { return int(threadIdx.x) / 32; }
+    __device__ __forceinline__ static int warp_row() { return warp() / c.columns * warp_rows; }
+    // The warp's first column of the scores, of O.
+    __device__ __forceinline__ static int warp_key() { return warp() % c.columns * warp_keys; }
+    __device__ __forceinline__ static int warp_value() { return warp() % c.columns * warp_values; }
+    __device__ __forceinline__ static void pair_barrier() { barrier_of<64>(1 + warp() / 2); }
     __device__ __forceinline__ Position query(int r) const {
         return shared_.plan.tile.first + warp_row() + Scores::row(r);
     }
-    __device__ __forceinline__ void load_keys(uint32_t tile, const HeadRows<const uint16_t>& rows,
-                                              const TileWalk<c.key_tile>& walk) {
-        if (walk.more())
-            load_tile<threads, KeyTile>(tile, rows, walk.first(), walk.seen(shared_.plan.warp()));
+    __device__ __forceinline__ void load_partial(uint32_t tile, const HeadRows<const uint16_t>& rows,
+                                                 const TileWalk<c.key_tile>& walk) const {
+        load_tile<threads, KeyTile>(tile, rows, walk.first(), walk.seen(shared_.plan.warp()));
     }
 
-    __device__ __forceinline__ void multiply_qk(Scores& s) const {
+    __device__ __forceinline__ void multiply_qk(Scores& s, uint32_t stage) const {
         s.clear();
         const uint32_t q_lane = QueryTile::lane_rows_first(q_address()) + warp_row() * QueryTile::row_bytes;
-        multiply_rows_by_rows<dtype, QueryTile, KeyTile>(s, q_lane, KeyTile::lane_columns_first(k_address()));
+        const uint32_t k_lane =
+            KeyTile::lane_columns_first(k_address() + stage) + warp_key() * KeyTile::row_bytes;
+        multiply_rows_by_rows<dtype, QueryTile, KeyTile>(s, q_lane, k_lane);
+    }
+
+    // P as the left operand of P V: in registers, or written to shared memory for both warps of the pair.
+    __device__ __forceinline__ auto left_operand(const Scores& p) const {
+        if constexpr (c.columns == 1) {
+            return RegisterOperand<dtype, warp_rows, warp_keys>(p);
+        } else {
+            store_fragment<dtype, ScoreTile>(p_address(), p, warp_row(), warp_key());
+            return nullptr;
+        }
+    }
+
+    template <class Operand>
+    __device__ __forceinline__ void multiply_pv(const Operand& p, uint32_t stage) {
+        const uint32_t v_lane = KeyTile::template part<warp_values>(
+            KeyTile::lane_rows_first(v_address() + stage), 0, warp_value());
+        if constexpr (c.columns == 1) {
+            multiply_registers_by_columns<dtype, KeyTile>(out_, p, v_lane);
+        } else {
+            const uint32_t p_lane =
+                ScoreTile::lane_rows_first(p_address()) + warp_row() * ScoreTile::row_bytes;
+            multiply_rows_by_columns<dtype, ScoreTile, KeyTile>(out_, p_lane, v_lane);
+        }
+    }
+
+    // Of each row, over the pair of warps that share it: combine(this warp's x, the other one's).
+    template <class Combine>
+    __device__ __forceinline__ void exchange(float (&x)[Scores::rows], const Combine& combine) const {
+        if constexpr (c.columns > 1) {
+            pair_barrier();  // the other warp has read what was here
+#pragma unroll
+            for (int r = 0; r < Scores::rows; ++r)
+                if (lane_index() % 4 == 0) shared_.exchange[warp()][Scores::row(r)] = x[r];
+            pair_barrier();
+#pragma unroll
+            for (int r = 0; r < Scores::rows; ++r)
+                x[r] = combine(x[r], shared_.exchange[warp() ^ 1][Scores::row(r)]);
+        }
+    }
+
+    // Of each row, over the lanes and warps that share it.
+    __device__ __forceinline__ void row_maxima(float (&x)[Scores::rows]) const {
+#pragma unroll
+        for (int r = 0; r < Scores::rows; ++r) x[r] = quad_max(x[r]);
+        exchange(x, [](float a, float b) { return fmaxf(a, b); });
     }
 
     // From dot products to scores; without features the scale is left to exponentiate().
@@ -113,7 +229,7 @@ class ForwardTile {
 #pragma unroll
             for (int r = 0; r < Scores::rows; ++r) {
                 const int meeting =
-                    query(r) + shared_.plan.mask.diagonal() - key;  // the column on the diagonal
+                    query(r) + shared_.plan.mask.diagonal() - key - warp_key();  // the column on the diagonal
 #pragma unroll
                 for (int column = 0; column < Scores::columns; ++column) {
                     const int distance = meeting - Scores::column(column);
@@ -128,7 +244,7 @@ class ForwardTile {
 #pragma unroll
         for (int r = 0; r < Scores::rows; ++r) {
             const Interval keys = intersection(shared_.plan.visible(query(r)), seen);
-            const int begin = keys.begin - key, end = keys.end - key;
+            const int first = key + warp_key(), begin = keys.begin - first, end = keys.end - first;
 #pragma unroll
             for (int column = 0; column < Scores::columns; ++column) {
                 const int j = Scores::column(column);
@@ -137,43 +253,46 @@ class ForwardTile {
         }
     }
 
-    __device__ __forceinline__ float unit() const {
-        return features == Features::none ? shared_.plan.transform.inner : 1.f;
-    }
+    __device__ __forceinline__ float unit() const { return optimistic ? score_unit_ : 1.f; }
 
-    // The running maximum takes in the tile, and O follows it.
-    __device__ __forceinline__ void follow_maximum(const Scores& s) {
-        float largest[Scores::rows], rescale[Scores::rows];
+    // The maxima of the rows that move(row, its tile's maximum) names take in the tile, and O follows them.
+    template <class Move>
+    __device__ __forceinline__ void follow_maximum(const Scores& s, const Move& move) {
+        float largest[Scores::rows];
 #pragma unroll
         for (int r = 0; r < Scores::rows; ++r) largest[r] = s.at(r, 0);
 #pragma unroll
         for (int column = 1; column < Scores::columns; ++column)
 #pragma unroll
             for (int r = 0; r < Scores::rows; ++r) largest[r] = fmaxf(largest[r], s.at(r, column));
-        bool moved = false;
+        row_maxima(largest);
+        bool moves[Scores::rows], any = false;
 #pragma unroll
         for (int r = 0; r < Scores::rows; ++r) {
-            rescale[r] = softmax_[r].update(quad_max(largest[r]) * unit());
-            moved |= rescale[r] != 1;
+            largest[r] *= unit();
+            moves[r] = move(r, largest[r]);
+            any |= moves[r];
         }
-        if (__any_sync(0xffffffff, moved)) {
+        if (!__any_sync(0xffffffff, any)) return;
+        bool unsettled = false, rounds = false;
 #pragma unroll
-            for (int r = 0; r < Scores::rows; ++r)
+        for (int r = 0; r < Scores::rows; ++r) {
+            const float rescale = moves[r] ? softmax_[r].update(largest[r]) : 1;
 #pragma unroll
-                for (int column = 0; column < Output::columns; ++column) out_.at(r, column) *= rescale[r];
+            for (int column = 0; column < Output::columns; ++column) out_.at(r, column) *= rescale;
+            unsettled |= !softmax_[r].settled();
+            rounds |= fabsf(softmax_[r].reference()) > kHuge;
         }
+        settled_ = !__any_sync(0xffffffff, unsettled);
+        rounds_ = __any_sync(0xffffffff, rounds);
     }
 
-    // Scores become probabilities relative to the running maximum. The product with unit() is not rounded
-    // before the subtraction: nothing to be seen of it, unless the scores are so large that their rounding
-    // errors are exponents. Then they are rounded as the maximum was, and the largest probability is 1.
-    __device__ __forceinline__ void exponentiate(Scores& s) {
-        constexpr float huge = 1 << 22;
+    // Scores become probabilities relative to the maximum. The product with unit() is not rounded before the
+    // subtraction: nothing to be seen of it, unless the scores are so large that their rounding errors are
+    // exponents. Then they are rounded as the maximum was, and the largest probability is 1.
+    __device__ __forceinline__ void exponentiate(Scores& s, float (&sums)[Scores::rows]) const {
         float factor = unit();
-        bool rounds = false;
-#pragma unroll
-        for (int r = 0; r < Scores::rows; ++r) rounds |= fabsf(softmax_[r].reference()) > huge;
-        if (features == Features::none && __any_sync(0xffffffff, rounds)) {
+        if (optimistic && rounds_) {
 #pragma unroll
             for (int r = 0; r < Scores::rows; ++r)
 #pragma unroll
@@ -188,15 +307,35 @@ class ForwardTile {
             for (int column = 0; column < Scores::columns; ++column) {
                 float& p = s.at(r, column);
                 p = GpuMath::exponential(p * factor - reference);
-                softmax_[r].add(p);
+                sums[r] = column == 0 ? p : sums[r] + p;
             }
         }
     }
 
+    // Rows whose maximum is too far below this tile's scores, a bit each, and one more bit that says that any
+    // row of the warp has one: what is done again is done by whole warps, and by both warps of a pair.
+    __device__ __forceinline__ uint32_t rows_beyond(float (&sums)[Scores::rows]) const {
+        bool beyond = false;
+#pragma unroll
+        for (int r = 0; r < Scores::rows; ++r) beyond |= sums[r] > kLargestSum;
+        beyond = __any_sync(0xffffffff, beyond);
+        if constexpr (c.columns > 1) {
+            shared_.beyond[warp()] = beyond;
+            pair_barrier();
+            beyond |= shared_.beyond[warp() ^ 1];
+        }
+        if (!beyond) return 0;
+        row_maxima(sums);
+        uint32_t rows = 1u << 31;
+#pragma unroll
+        for (int r = 0; r < Scores::rows; ++r) rows |= uint32_t(sums[r] > kLargestSum) << r;
+        return rows;
+    }
+
     // In a masked tile a probability of 0 may meet a value that is not finite: such values become 0 in shared
     // memory, and keys that had one are noted. All threads of the block; true if there were any.
-    __device__ __forceinline__ bool exclude_bad_values() {
-        return clear_bad_rows<dtype, threads, KeyTile>(shared_.bad_keys, v_address());
+    __device__ __forceinline__ bool exclude_bad_values(uint32_t stage) {
+        return clear_bad_rows<dtype, threads, KeyTile>(shared_.bad_keys, v_address() + stage);
     }
 
     // O of a row that sees such a key is NaN from here on.
@@ -204,20 +343,23 @@ class ForwardTile {
         uint32_t bad = 0;  // the lane's columns
 #pragma unroll 1
         for (int column = 0; column < Scores::columns; ++column) {
-            const int j = Scores::column(column);
+            const int j = warp_key() + Scores::column(column);
             bad |= (shared_.bad_keys[j / 32] >> j % 32 & 1) << column;
         }
+        float sees[Scores::rows];
 #pragma unroll
         for (int r = 0; r < Scores::rows; ++r) {
-            bool sees = false;
+            sees[r] = 0;
 #pragma unroll
             for (int column = 0; column < Scores::columns; ++column)
-                sees |= s.at(r, column) != -INFINITY && bad >> column & 1;
-            if (quad_max(sees) == 0) continue;
+                if (s.at(r, column) != -INFINITY && bad >> column & 1) sees[r] = 1;
+        }
+        row_maxima(sees);
+#pragma unroll
+        for (int r = 0; r < Scores::rows; ++r)
 #pragma unroll
             for (int column = 0; column < Output::columns; ++column)
-                out_.at(r, column) = __int_as_float(0x7fffffff);
-        }
+                if (sees[r] != 0) out_.at(r, column) = __int_as_float(0x7fffffff);
     }
 
     __device__ __forceinline__ void drop(Scores& p, Position key) const {
@@ -225,55 +367,71 @@ class ForwardTile {
         for (int m = 0; m < Scores::row_tiles; ++m)
 #pragma unroll
             for (int n = 0; n < Scores::column_tiles; n += 2) {
-                const uint32_t kept = kept_scores(shared_.plan.dropout,
-                                                  shared_.plan.tile.first + warp_row() + m * 16, key + n * 8);
+                const uint32_t kept =
+                    kept_scores(shared_.plan.dropout, shared_.plan.tile.first + warp_row() + m * 16,
+                                key + warp_key() + n * 8);
 #pragma unroll
                 for (int i = 0; i < 8; ++i)
                     if (!(kept >> i & 1)) p.at(2 * m + i / 4, 2 * n + i % 4) = 0;
             }
     }
 
-    __device__ __forceinline__ void store(double natural) {
+    __device__ __forceinline__ void store() {
         float keep_scale = 1;
         if constexpr (features == Features::dropout) keep_scale = float(shared_.plan.dropout.keep_scale());
+        float sums[Scores::rows];
+#pragma unroll
+        for (int r = 0; r < Scores::rows; ++r) sums[r] = quad_sum(softmax_[r].row_sum);
+        exchange(sums, [](float a, float b) { return a + b; });
 #pragma unroll
         for (int r = 0; r < Scores::rows; ++r) {
-            softmax_[r].row_sum = quad_sum(softmax_[r].row_sum);
+            softmax_[r].row_sum = sums[r];
             const float factor = softmax_[r].normalizer() * keep_scale;
 #pragma unroll
             for (int column = 0; column < Output::columns; ++column) out_.at(r, column) *= factor;
         }
         if (shared_.plan.split.count > 1) {
-            store_partial(natural);
+            store_partial();
             return;
         }
-#pragma unroll
-        for (int r = 0; r < Scores::rows; ++r)
-            if (lane_index() % 4 == 0 && shared_.plan.tile.rows.contains(query(r)))
-                *statistics_of<float>(problem_.lse, shared_.plan.tile.batch,
-                                      shared_.plan.tile.sequence.first_query_row + query(r),
-                                      shared_.plan.tile.head) = softmax_[r].log_sum_exp(natural);
-        cp_async_wait<0>();
-        __syncthreads();  // everybody has left Q, and its copies are done where there was no key
-        store_fragment<dtype, QueryTile>(q_address(), out_, warp_row(), 0);
-        __syncthreads();
+        store_lse(statistics_of<float>(problem_.lse, shared_.plan.tile.batch,
+                                       shared_.plan.tile.sequence.first_query_row, shared_.plan.tile.head));
+        // Its rows of Q are read by nobody else.
+        store_fragment<dtype, QueryTile>(q_address(), out_, warp_row(), warp_value());
+        if constexpr (c.columns > 1)
+            pair_barrier();
+        else
+            __syncwarp();
         const HeadRows<uint16_t> out(problem_.out, shared_.plan.tile.batch,
                                      shared_.plan.tile.sequence.first_query_row, shared_.plan.tile.head,
                                      problem_.head_dim_v);
-        store_tile<threads, QueryTile>(out, q_address(), shared_.plan.tile.first, shared_.plan.tile.rows);
+        store_tile<32 * c.columns, QueryTile, warp_rows>(out, q_address() + warp_row() * QueryTile::row_bytes,
+                                                         shared_.plan.tile.first + warp_row(),
+                                                         shared_.plan.tile.rows);
+    }
+
+    // lse: of the sequence's first query. The lanes of a quad take one row each.
+    __device__ __forceinline__ void store_lse(float* lse) const {
+        const int mine = lane_index() % 4;
+        OnlineSoftmax<GpuMath> softmax = softmax_[0];
+#pragma unroll
+        for (int r = 1; r < Scores::rows; ++r)
+            if (r == mine) softmax = softmax_[r];
+        if (mine < Scores::rows && warp_key() == 0 && shared_.plan.tile.rows.contains(query(mine)))
+            lse[query(mine)] = softmax.log_sum_exp(natural_);
     }
 
     // Averages over this split's keys, in fp32 for the combination (any/combine.cu). Dense problems only.
-    __device__ __forceinline__ void store_partial(double natural) {
+    __device__ __forceinline__ void store_partial() const {
+        const auto& plan = shared_.plan;
         const int64_t head =
-            (shared_.plan.split.index * problem_.batch + shared_.plan.tile.batch) * problem_.heads_q +
-            shared_.plan.tile.head;
+            (plan.split.index * problem_.batch + plan.tile.batch) * problem_.heads_q + plan.tile.head;
+        store_lse(plan.split.lse + head * problem_.seqlen_q);
 #pragma unroll
         for (int r = 0; r < Scores::rows; ++r) {
-            if (!shared_.plan.tile.rows.contains(query(r))) continue;
-            const int64_t row = head * problem_.seqlen_q + query(r);
-            if (lane_index() % 4 == 0) shared_.plan.split.lse[row] = softmax_[r].log_sum_exp(natural);
-            float* out = shared_.plan.split.out + row * c.head_dim + lane_index() % 4 * 2;
+            if (!plan.tile.rows.contains(query(r))) continue;
+            float* out = plan.split.out + (head * problem_.seqlen_q + query(r)) * c.head_dim + warp_value() +
+                         lane_index() % 4 * 2;
 #pragma unroll
             for (int n = 0; n < Output::column_tiles; ++n)
                 *reinterpret_cast<float2*>(out + n * 8) =
@@ -283,7 +441,11 @@ class ForwardTile {
 
     const ForwardProblem& problem_;
     ForwardShared<c>& shared_;
+    const float& score_unit_;
+    const double& natural_;
     OnlineSoftmax<GpuMath> softmax_[Scores::rows];
+    bool settled_ = false;  // every row of the warp has a maximum
+    bool rounds_ = false;   // one is beyond kHuge
     Output out_;
 };
 

@@ -17,7 +17,8 @@ struct HeadRows {
     Element* data;  // [rows, head_dim]
     int64_t row_stride;
     int head_dim;
-    bool vectors;  // every row starts at a multiple of 16 bytes and is a multiple of 16 bytes long
+    bool vectors;  // every row starts at a multiple of 16 bytes and is a multiple of 16 bytes long; the
+                   // stride fits 32 bits
 
     __device__ HeadRows(const TensorView& view, int64_t batch, int64_t first_row, int64_t head,
                         int64_t head_dim)
@@ -25,7 +26,8 @@ struct HeadRows {
           row_stride(view.row_stride),
           head_dim(int(head_dim)),
           vectors((reinterpret_cast<uintptr_t>(view.data) % 16 |
-                   (view.batch_stride | view.row_stride | view.head_stride | head_dim) % 8) == 0) {}
+                   (view.batch_stride | view.row_stride | view.head_stride | head_dim) % 8) == 0 &&
+                  view.row_stride < 1 << 29) {}
 };
 
 // How a block's threads divide a tile: neighbours take neighbouring 16-byte chunks of a panel's row.
@@ -63,6 +65,40 @@ __device__ __forceinline__ void load_elements(uint32_t tile, const HeadRows<cons
     }
 }
 
+// Copies of whole tiles by two instructions a chunk, for the loops over tiles that nearly all are whole. What
+// does not change from tile to tile stays in registers: where this thread's chunk of row 0 lies.
+template <int kThreads, class Tile>
+class WholeTiles {
+  public:
+    template <class Element>
+    __device__ __forceinline__ explicit WholeTiles(const HeadRows<const Element>& rows)
+        : source_(reinterpret_cast<const char*>(rows.data + Threads::first_row() * rows.row_stride +
+                                                Threads::chunk() * 8)),
+          usable_(Tile::rows % Threads::row_step == 0 && rows.vectors && rows.head_dim == Tile::columns) {}
+
+    __device__ __forceinline__ bool usable() const { return usable_; }
+
+    // Starts the copies of rows [first, first + Tile::rows), which all exist. row_stride: of the head's rows.
+    __device__ __forceinline__ void load(uint32_t tile, Position first, int row_stride) const {
+        static_assert(Threads::row_step % 8 == 0);  // so that one step's permutation serves all
+        const uint32_t place = tile + Tile::offset(Threads::first_row(), 0, Threads::chunk());
+        const int64_t row_bytes = int64_t(row_stride) * 2, step_bytes = row_bytes * Threads::row_step;
+        const char* source = source_ + first * row_bytes;
+#pragma unroll
+        for (int step = 0; step < Threads::steps; ++step, source += step_bytes)
+#pragma unroll
+            for (int panel = 0; panel < Tile::panels; ++panel)
+                cp_async_16(place + panel * Tile::panel_bytes + step * Threads::row_step * Tile::row_bytes,
+                            source + panel * Tile::row_bytes);
+    }
+
+  private:
+    using Threads = TileThreads<Tile, kThreads>;
+
+    const char* source_;
+    bool usable_;
+};
+
 // Starts the copies of rows [first, first + Tile::rows); the caller commits and waits. Where rows are not
 // vectors the copy is done on return, and seen by other threads after the barrier that follows the wait.
 template <int kThreads, class Tile, class Element>
@@ -73,23 +109,16 @@ __device__ __forceinline__ void load_tile(uint32_t tile, const HeadRows<const El
         load_elements<kThreads, Tile>(tile, from, first, seen);
         return;
     }
-    const int row0 = Threads::first_row(), chunk = Threads::chunk(), column0 = chunk * 8;
-    const uint32_t place = tile + Tile::offset(row0, 0, chunk);
-    static_assert(Threads::row_step % 8 == 0);  // so that one step's permutation serves all
-    const Element* source = from.data + (first + row0) * from.row_stride + column0;
-    const int64_t row_step = Threads::row_step * from.row_stride;
     // Nearly all tiles are whole; the others pay for their tests.
-    const bool whole = Tile::rows % Threads::row_step == 0 && from.head_dim == Tile::columns &&
-                       seen.begin <= first && seen.end >= first + Tile::rows;
-    if (whole) {
-#pragma unroll
-        for (int step = 0; step < Threads::steps; ++step, source += row_step)
-#pragma unroll
-            for (int panel = 0; panel < Tile::panels; ++panel)
-                cp_async_16(place + panel * Tile::panel_bytes + step * Threads::row_step * Tile::row_bytes,
-                            source + panel * Tile::panel);
+    const WholeTiles<kThreads, Tile> whole(from);
+    if (whole.usable() && seen.begin <= first && seen.end >= first + Tile::rows) {
+        whole.load(tile, first, int(from.row_stride));
         return;
     }
+    const int row0 = Threads::first_row(), chunk = Threads::chunk(), column0 = chunk * 8;
+    const uint32_t place = tile + Tile::offset(row0, 0, chunk);
+    const Element* source = from.data + (first + row0) * from.row_stride + column0;
+    const int64_t row_step = Threads::row_step * from.row_stride;
 #pragma unroll 1
     for (int row = row0; row < Tile::rows; row += Threads::row_step, source += row_step) {
         const bool exists = seen.contains(first + row);
@@ -104,36 +133,35 @@ __device__ __forceinline__ void load_tile(uint32_t tile, const HeadRows<const El
     }
 }
 
-// Rows [first, first + Tile::rows) of which those in `written` exist. kThreads threads with consecutive
-// indices share the work; they have to be synchronised since the tile was written.
-template <int kThreads, class Tile, class Element>
+// Rows [first, first + kRows) of which those in `written` exist, from the part of a tile that starts at
+// `tile`, at a multiple of 8 rows. kThreads threads with consecutive indices share the work; they have to be
+// synchronised since it was written.
+template <int kThreads, class Tile, int kRows = Tile::rows, class Element>
 __device__ __forceinline__ void store_tile(const HeadRows<Element>& to, uint32_t tile, Position first,
                                            Interval written) {
     using Threads = TileThreads<Tile, kThreads>;
     const int row0 = Threads::first_row(), chunk = Threads::chunk(), column0 = chunk * 8;
-    const uint32_t place = tile + Tile::offset(row0, 0, chunk);
     Element* target = to.data + (first + row0) * to.row_stride + column0;
     if (to.vectors) {
 #pragma unroll
-        for (int step = 0; step < Threads::steps; ++step, target += Threads::row_step * to.row_stride) {
+        for (int step = 0; step < (kRows + Threads::row_step - 1) / Threads::row_step;
+             ++step, target += Threads::row_step * to.row_stride) {
             const int row = row0 + step * Threads::row_step;
-            if (row >= Tile::rows || !written.contains(first + row)) continue;
+            if (row >= kRows || !written.contains(first + row)) continue;
 #pragma unroll
             for (int panel = 0; panel < Tile::panels; ++panel)
                 if (column0 + panel * Tile::panel < to.head_dim)
-                    *reinterpret_cast<uint4*>(target + panel * Tile::panel) = load_shared_16(
-                        place + panel * Tile::panel_bytes + step * Threads::row_step * Tile::row_bytes);
+                    *reinterpret_cast<uint4*>(target + panel * Tile::panel) =
+                        load_shared_16(tile + Tile::offset(row, panel, chunk));
         }
         return;
     }
 #pragma unroll 1
-    for (int row = row0; row < Tile::rows;
-         row += Threads::row_step, target += Threads::row_step * to.row_stride) {
+    for (int row = row0; row < kRows; row += Threads::row_step, target += Threads::row_step * to.row_stride) {
         if (!written.contains(first + row)) continue;
 #pragma unroll 1
         for (int panel = 0; panel < Tile::panels; ++panel) {
-            const uint4 x =
-                load_shared_16(place + panel * Tile::panel_bytes + (row - row0) * Tile::row_bytes);
+            const uint4 x = load_shared_16(tile + Tile::offset(row, panel, chunk));
             const uint32_t pairs[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
             for (int i = 0; i < 8; ++i) {

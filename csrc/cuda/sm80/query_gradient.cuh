@@ -40,7 +40,7 @@ class QueryGradientTile {
     __device__ __forceinline__ void run() {
         load_queries();
         dq_.clear();
-        for (TileWalk<c.key_tile> walk(shared_.plan.warp(), shared_.plan.schedule); walk.more();
+        for (TileWalk<c.key_tile> walk(shared_.plan.warp(), shared_.plan.start); walk.more();
              walk.advance(shared_.plan.warp())) {
             const Interval seen = walk.seen(shared_.plan.warp());
             load_tile<threads, KeyTile>(shared_address(shared_.k), shared_.plan.keys, walk.first(), seen);
@@ -48,9 +48,8 @@ class QueryGradientTile {
             cp_async_commit();
             cp_async_wait<0>();
             __syncthreads();
-            const bool bad =
-                walk.masked(shared_.plan.warp()) &&
-                clear_bad_rows<dtype, threads, KeyTile>(shared_.bad_keys, shared_address(shared_.k));
+            const bool bad = walk.masked() && clear_bad_rows<dtype, threads, KeyTile>(
+                                                  shared_.bad_keys, shared_address(shared_.k));
             accumulate(walk, bad);
             __syncthreads();
         }
@@ -102,7 +101,7 @@ class QueryGradientTile {
         const Position query = plan.tile.first + warp_row();
         differentiate<features>(s, ds, constants, plan.transform, plan.dropout,
                                 {query, walk.first(), plan.mask.diagonal()});
-        if (walk.masked(shared_.plan.warp())) mask(ds, walk, query, bad);
+        if (walk.masked()) mask(ds, walk, query, bad);
         const RegisterOperand<dtype, warp_rows, c.key_tile> operand(ds);
         multiply_registers_by_columns<dtype, KeyTile>(dq_, operand,
                                                       KeyTile::lane_rows_first(shared_address(shared_.k)));

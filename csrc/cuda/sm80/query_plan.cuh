@@ -18,6 +18,7 @@ struct Split {
     float* lse;  // [count, B, H, Sq]
 
     __device__ Interval keys(Position seqlen_k, Position key_tile) const {
+        if (count == 1) return {0, seqlen_k};
         const Position tiles = (seqlen_k + key_tile - 1) / key_tile;
         const Position share = (tiles + count - 1) / count * key_tile;
         return intersection({index * share, (index + 1) * share}, {0, seqlen_k});
@@ -32,32 +33,33 @@ struct QueryPlan {
     Mask mask;
     ScoreTransform<GpuMath> transform;
     Dropout dropout;
-    Interval slice;  // the keys that the block may visit
-    TileSchedule schedule;
-    WarpSchedule warps[kWarps];
+    Interval slice;       // the keys that the block may visit
+    SchedulePlace start;  // where every warp starts
+    SchedulePlace warps[kWarps];
 
-    __device__ void start(const ForwardProblem& problem, const RowTile& row_tile, const Split& part,
-                          Position key_tile) {
+    __device__ void make(const ForwardProblem& problem, const RowTile& row_tile, const Split& part,
+                         Position key_tile) {
         tile = row_tile;
         split = part;
         const Sequence& sequence = tile.sequence;
         const int64_t batch = tile.unowned ? 0 : tile.batch;
-        const int64_t key_head = key_head_of(problem, tile.head);
-        keys = {problem.k, batch, sequence.first_key_row, key_head, problem.head_dim};
-        values = {problem.v, batch, sequence.first_key_row, key_head, problem.head_dim_v};
+        keys = {problem.k, batch, sequence.first_key_row, tile.key_head, problem.head_dim};
+        values = {problem.v, batch, sequence.first_key_row, tile.key_head, problem.head_dim_v};
         mask = Mask(problem, sequence);
         transform = ScoreTransform<GpuMath>(problem, batch, tile.head);
         if (problem.dropout_threshold) dropout = Dropout(problem, batch, tile.head);
         slice = tile.unowned ? Interval(0, 0) : split.keys(sequence.seqlen_k, key_tile);
         const Interval first = visible(tile.rows.begin), last = visible(tile.rows.end - 1);
-        schedule = problem.key_blocks.counts
-                       ? TileSchedule(first, last, key_tile,
-                                      block_list_of(problem.key_blocks, batch, tile.head, tile.rows.begin))
-                       : TileSchedule(first, last, key_tile);
+        start.schedule =
+            problem.key_blocks.counts
+                ? TileSchedule(first, last, key_tile,
+                               block_list_of(problem.key_blocks, batch, tile.head, tile.rows.begin))
+                : TileSchedule(first, last, key_tile);
+        start.next();
     }
 
-    __device__ __forceinline__ WarpSchedule& warp() { return warps[threadIdx.x / 32]; }
-    __device__ __forceinline__ const WarpSchedule& warp() const { return warps[threadIdx.x / 32]; }
+    __device__ __forceinline__ SchedulePlace& warp() { return warps[threadIdx.x / 32]; }
+    __device__ __forceinline__ const SchedulePlace& warp() const { return warps[threadIdx.x / 32]; }
 
     __device__ __forceinline__ Interval visible(Position query) const {
         return intersection(mask.keys_of(query), slice);

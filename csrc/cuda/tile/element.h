@@ -1,4 +1,4 @@
-// The 16-bit element types of the tensor cores: conversion of pairs, and what is finite.
+// The element types of the tensor cores: their size, conversion of pairs of 16 bits, and what is finite.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -10,9 +10,14 @@
 
 namespace flash::cuda {
 
+constexpr int element_bytes(DType dtype) {
+    return dtype == DType::float64 ? 8 : dtype == DType::float32 ? 4 : 2;
+}
+
 // Two floats rounded to nearest; `low` goes to the lower half, which is the lower column.
 template <DType dtype>
 __device__ __forceinline__ uint32_t pack(float low, float high) {
+    static_assert(element_bytes(dtype) == 2);
     if constexpr (dtype == DType::bfloat16) {
         const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
         return reinterpret_cast<const uint32_t&>(pair);
@@ -24,19 +29,24 @@ __device__ __forceinline__ uint32_t pack(float low, float high) {
 
 template <DType dtype>
 __device__ __forceinline__ float2 unpack(uint32_t pair) {
+    static_assert(element_bytes(dtype) == 2);
     if constexpr (dtype == DType::bfloat16)
         return __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(pair));
     else
         return __half22float2(reinterpret_cast<const __half2&>(pair));
 }
 
-// A pair's elements that are infinite or NaN replaced by 0.
+// A pair's elements that are infinite or NaN replaced by 0; of 32 bits, the element.
 template <DType dtype>
-__device__ __forceinline__ uint32_t finite_or_zero(uint32_t pair) {
-    constexpr uint32_t exponent = dtype == DType::bfloat16 ? 0x7f80 : 0x7c00;
-    const uint32_t low = (pair & exponent) == exponent ? 0 : 0xffff;
-    const uint32_t high = (pair & exponent << 16) == exponent << 16 ? 0 : 0xffff0000;
-    return pair & (low | high);
+__device__ __forceinline__ uint32_t finite_or_zero(uint32_t x) {
+    if constexpr (dtype == DType::float32) {
+        return (x & 0x7f800000) == 0x7f800000 ? 0 : x;
+    } else {
+        constexpr uint32_t exponent = dtype == DType::bfloat16 ? 0x7f80 : 0x7c00;
+        const uint32_t low = (x & exponent) == exponent ? 0 : 0xffff;
+        const uint32_t high = (x & exponent << 16) == exponent << 16 ? 0 : 0xffff0000;
+        return x & (low | high);
+    }
 }
 
 }  // namespace flash::cuda

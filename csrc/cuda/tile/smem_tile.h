@@ -1,11 +1,6 @@
-// A tile of 16-bit elements in shared memory: rows of `kColumns`, cut into panels of 64 columns (32 for 96
-// and 192, which warps divide in halves), each panel row contiguous. The 16-byte chunks of a row are permuted
-// so that the eight rows that ldmatrix reads at once, at one column, lie in different banks:
-//
-//     panel of 64: chunk ^ (row % 8)       panel of 32: chunk ^ (row / 2 % 4)
-//
-// A lane's address is made once: the permutation of (row0 + r, column0 + c) for row0 a multiple of 8 and
-// column0 a multiple of 16 is that of (r, c) exclusive-or a constant.
+// A tile in shared memory (tile_layout.h says where its elements lie) and how a warp's lanes read operands of
+// mma.sync from it: 16-bit elements with ldmatrix, 32-bit ones with plain loads, as ldmatrix can't transpose
+// those.
 #pragma once
 
 #include <cstdint>
@@ -13,25 +8,20 @@
 #include "../ptx/ldmatrix.h"
 #include "../ptx/shared.h"
 #include "fragment.h"
+#include "tile_layout.h"
 
 namespace flash::cuda {
 
-template <int kRows, int kColumns>
-struct SmemTile {
-    static constexpr int rows = kRows, columns = kColumns;
-    static constexpr int panel = kColumns % 64 == 0 && kColumns % 192 != 0 ? 64 : 32;
-    static constexpr int panels = kColumns / panel;
-    static constexpr int chunks = panel / 8;  // of 16 bytes, in a panel's row
-    static constexpr int row_bytes = panel * 2;
-    static constexpr int panel_bytes = kRows * row_bytes;
-    static constexpr int bytes = kRows * kColumns * 2;
-    static_assert(kColumns % 32 == 0 && kRows % 8 == 0);
+// Kernels make an address of the tile with lane_rows_first() or lane_columns_first(), move it to the warp's
+// part with part() or by rows, and give it to a product; which of the two says the product. The product takes
+// it by rows or by columns, as it reads the operand, and loads from there.
+template <int kRows, int kColumns, int kElementBytes = 2>
+struct SmemTile;
 
-    // Byte offset of the chunk'th 16 bytes of a panel's row.
-    __device__ __forceinline__ static uint32_t offset(int row, int panel_index, int chunk) {
-        const int permuted = chunk ^ (panel == 64 ? row % 8 : row / 2 % 4);
-        return panel_index * panel_bytes + row * row_bytes + permuted * 16;
-    }
+template <int kRows, int kColumns>
+struct SmemTile<kRows, kColumns, 2> : TileLayout<kRows, kColumns, 2> {
+    using Layout = TileLayout<kRows, kColumns, 2>;
+    using Layout::at, Layout::offset;
 
     // Where this lane reads for operands whose 16 x 16 matrices come as (rows 0-7 | 8-15) x (columns 0-7 |
     // 8-15), rows first: A as it is stored, B transposed.
@@ -46,17 +36,9 @@ struct SmemTile {
         return opaque(tile + offset(lane % 8 + lane / 16 * 8, 0, lane / 8 % 2));
     }
 
-    __device__ __forceinline__ static uint32_t at(uint32_t lane_address, int row, int column) {
-        return (lane_address ^ (column % panel / 8 * 16)) + column / panel * panel_bytes + row * row_bytes;
-    }
-
-    // A lane's address for a part of the tile that starts at `column`. Parts are whole panels or divide one,
-    // so that their columns and the start share no bit.
-    template <int kExtent>
-    __device__ __forceinline__ static uint32_t part(uint32_t lane_address, int row, int column) {
-        static_assert(kExtent % panel == 0 || panel % kExtent == 0);
-        return at(lane_address, row, column);
-    }
+    // The address is the lane's already.
+    __device__ __forceinline__ static uint32_t by_rows(uint32_t lane_address) { return lane_address; }
+    __device__ __forceinline__ static uint32_t by_columns(uint32_t lane_address) { return lane_address; }
 
     // r becomes A[row .. row + 15][column .. column + 15].
     __device__ __forceinline__ static void load_a(uint32_t (&r)[4], uint32_t rows_first, int row,
@@ -80,6 +62,61 @@ struct SmemTile {
     __device__ __forceinline__ static void load_b_transposed(uint32_t (&r)[4], uint32_t rows_first, int row,
                                                              int column) {
         ldmatrix_x4_transposed(r, at(rows_first, row, column));
+    }
+};
+
+// Operands are 8 deep. Their k'th element is not the tile's k'th but, in A and B alike, 2k for k < 4 and
+// 2(k - 4) + 1 for the rest: then by rows a lane's two elements are neighbours, one load, and the two that it
+// holds of an accumulator's row are two of the next product's A.
+template <int kRows, int kColumns>
+struct SmemTile<kRows, kColumns, 4> : TileLayout<kRows, kColumns, 4> {
+    using Layout = TileLayout<kRows, kColumns, 4>;
+    using Layout::at;
+
+    // Still the tile's address: which elements are a lane's depends on the operand, so the product decides.
+    __device__ __forceinline__ static uint32_t lane_rows_first(uint32_t tile) { return tile; }
+    __device__ __forceinline__ static uint32_t lane_columns_first(uint32_t tile) { return tile; }
+
+    // The lane's address.
+    __device__ __forceinline__ static uint32_t by_rows(uint32_t address) {
+        return opaque(Layout::by_rows(address, lane_index()));
+    }
+    __device__ __forceinline__ static uint32_t by_columns(uint32_t address) {
+        return opaque(Layout::by_columns(address, lane_index()));
+    }
+
+    // r becomes A[row .. row + 15][column .. column + 7].
+    __device__ __forceinline__ static void load_a(uint32_t (&r)[4], uint32_t lane_address, int row,
+                                                  int column) {
+        const uint2 upper = load_shared_8(at(lane_address, row, column));
+        const uint2 lower = load_shared_8(at(lane_address, row + 8, column));
+        r[0] = upper.x, r[1] = lower.x, r[2] = upper.y, r[3] = lower.y;
+    }
+
+    // A^T is stored: r becomes A[column .. column + 15][row .. row + 7] of the tile's [row ..][column ..].
+    __device__ __forceinline__ static void load_a_transposed(uint32_t (&r)[4], uint32_t lane_address, int row,
+                                                             int column) {
+        r[0] = load_shared_4(at(lane_address, row, column));
+        r[1] = load_shared_4(at(lane_address, row, column + 8));
+        r[2] = load_shared_4(Layout::at_odd_row(lane_address, row, column));
+        r[3] = load_shared_4(Layout::at_odd_row(lane_address, row, column + 8));
+    }
+
+    // The tile's rows are B's columns: r[0], r[1] for rows row .. row + 7, r[2], r[3] for the next eight.
+    __device__ __forceinline__ static void load_b(uint32_t (&r)[4], uint32_t lane_address, int row,
+                                                  int column) {
+        const uint2 first = load_shared_8(at(lane_address, row, column));
+        const uint2 second = load_shared_8(at(lane_address, row + 8, column));
+        r[0] = first.x, r[1] = first.y, r[2] = second.x, r[3] = second.y;
+    }
+
+    // The tile's rows are B's rows: r[0], r[1] for columns column .. column + 7, r[2], r[3] for the next.
+    __device__ __forceinline__ static void load_b_transposed(uint32_t (&r)[4], uint32_t lane_address, int row,
+                                                             int column) {
+        r[0] = load_shared_4(at(lane_address, row, column));
+        r[1] = load_shared_4(Layout::at_odd_row(lane_address, row, column));
+        r[2] = load_shared_4(at(lane_address, row, column + 8));
+        r[3] = load_shared_4(Layout::at_odd_row(lane_address, row, column + 8));
     }
 };
 

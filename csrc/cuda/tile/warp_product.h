@@ -1,30 +1,31 @@
 // Products of a warp: D += A B with accumulators in registers and operands in shared memory, or A in
-// registers as another product's accumulators. Addresses are a lane's (SmemTile), already moved to the warp's
-// part.
+// registers as another product's accumulators. Addresses are those of SmemTile's lane_rows_first() or
+// lane_columns_first(), already moved to the warp's part.
 #pragma once
 
-#include "../ptx/mma_sync.h"
 #include "element.h"
+#include "product_step.h"
 #include "smem_tile.h"
 
 namespace flash::cuda {
 
-// The order of a product's steps: along k in 16s, along D's columns in 16s within. Operands are loaded this
-// many steps before the multiplications that use them; ptxas moves them further as registers allow.
+// The order of a product's steps: along k by kStepDepth, along D's columns in 16s within. Operands are loaded
+// this many steps before the multiplications that use them; ptxas moves them further as registers allow.
 constexpr int kAhead = 2;
 
 // load_a(a, k) fills a[row tile][4], load_b(b, k, n) fills b for columns n .. n + 15.
 template <DType dtype, int kDepth, class Accumulators, class LoadA, class LoadB>
 __device__ __forceinline__ void multiply(Accumulators& d, const LoadA& load_a, const LoadB& load_b) {
-    constexpr int columns = Accumulators::column_tiles / 2, steps = kDepth / 16 * columns;
+    constexpr int step = kStepDepth<dtype>;
+    constexpr int columns = Accumulators::column_tiles / 2, steps = kDepth / step * columns;
     // A is kept for this k and the next one, so no step may run further ahead than a row of columns.
     constexpr int ahead = kAhead < columns ? kAhead : columns;
     uint32_t a[2][Accumulators::row_tiles][4], b[ahead + 1][4];
 #pragma unroll
     for (int i = 0; i < steps + ahead; ++i) {
         if (i < steps) {
-            if (i % columns == 0) load_a(a[i / columns % 2], i / columns * 16);
-            load_b(b[i % (ahead + 1)], i / columns * 16, i % columns * 16);
+            if (i % columns == 0) load_a(a[i / columns % 2], i / columns * step);
+            load_b(b[i % (ahead + 1)], i / columns * step, i % columns * 16);
         }
         if (i >= ahead) {
             const int done = i - ahead, n = done % columns * 2;
@@ -32,54 +33,59 @@ __device__ __forceinline__ void multiply(Accumulators& d, const LoadA& load_a, c
             const auto& right = b[done % (ahead + 1)];
 #pragma unroll
             for (int m = 0; m < Accumulators::row_tiles; ++m) {
-                mma_m16n8k16<dtype>(d.value[m][n], left[m], right[0], right[1]);
-                mma_m16n8k16<dtype>(d.value[m][n + 1], left[m], right[2], right[3]);
+                multiply_step<dtype>(d.value[m][n], left[m], right[0], right[1]);
+                multiply_step<dtype>(d.value[m][n + 1], left[m], right[2], right[3]);
             }
         }
     }
 }
 
+template <class Tile, DType dtype>
+constexpr bool holds = Tile::element_bytes == element_bytes(dtype);
+
 // D[i][j] += sum_k A[i][k] B[j][k]: rows of A with rows of B.
 template <DType dtype, class A, class B, class Accumulators>
 __device__ __forceinline__ void multiply_rows_by_rows(Accumulators& d, uint32_t a_rows_first,
                                                       uint32_t b_columns_first) {
-    static_assert(A::columns == B::columns);
+    static_assert(A::columns == B::columns && holds<A, dtype> && holds<B, dtype>);
+    const uint32_t a_lane = A::by_rows(a_rows_first), b_lane = B::by_rows(b_columns_first);
     multiply<dtype, A::columns>(
         d,
         [&](uint32_t (&a)[Accumulators::row_tiles][4], int k) {
 #pragma unroll
-            for (int m = 0; m < Accumulators::row_tiles; ++m) A::load_a(a[m], a_rows_first, m * 16, k);
+            for (int m = 0; m < Accumulators::row_tiles; ++m) A::load_a(a[m], a_lane, m * 16, k);
         },
-        [&](uint32_t (&b)[4], int k, int n) { B::load_b(b, b_columns_first, n, k); });
+        [&](uint32_t (&b)[4], int k, int n) { B::load_b(b, b_lane, n, k); });
 }
 
 // D[i][j] += sum_k A[i][k] B[k][j]: rows of A with columns of B.
 template <DType dtype, class A, class B, class Accumulators>
 __device__ __forceinline__ void multiply_rows_by_columns(Accumulators& d, uint32_t a_rows_first,
                                                          uint32_t b_rows_first) {
-    static_assert(A::columns == B::rows);
+    static_assert(A::columns == B::rows && holds<A, dtype> && holds<B, dtype>);
+    const uint32_t a_lane = A::by_rows(a_rows_first), b_lane = B::by_columns(b_rows_first);
     multiply<dtype, A::columns>(
         d,
         [&](uint32_t (&a)[Accumulators::row_tiles][4], int k) {
 #pragma unroll
-            for (int m = 0; m < Accumulators::row_tiles; ++m) A::load_a(a[m], a_rows_first, m * 16, k);
+            for (int m = 0; m < Accumulators::row_tiles; ++m) A::load_a(a[m], a_lane, m * 16, k);
         },
-        [&](uint32_t (&b)[4], int k, int n) { B::load_b_transposed(b, b_rows_first, k, n); });
+        [&](uint32_t (&b)[4], int k, int n) { B::load_b_transposed(b, b_lane, k, n); });
 }
 
 // D[i][j] += sum_k A[k][i] B[k][j]: columns of A with columns of B.
 template <DType dtype, class A, class B, class Accumulators>
 __device__ __forceinline__ void multiply_columns_by_columns(Accumulators& d, uint32_t a_columns_first,
                                                             uint32_t b_rows_first) {
-    static_assert(A::rows == B::rows);
+    static_assert(A::rows == B::rows && holds<A, dtype> && holds<B, dtype>);
+    const uint32_t a_lane = A::by_columns(a_columns_first), b_lane = B::by_columns(b_rows_first);
     multiply<dtype, A::rows>(
         d,
         [&](uint32_t (&a)[Accumulators::row_tiles][4], int k) {
 #pragma unroll
-            for (int m = 0; m < Accumulators::row_tiles; ++m)
-                A::load_a_transposed(a[m], a_columns_first, k, m * 16);
+            for (int m = 0; m < Accumulators::row_tiles; ++m) A::load_a_transposed(a[m], a_lane, k, m * 16);
         },
-        [&](uint32_t (&b)[4], int k, int n) { B::load_b_transposed(b, b_rows_first, k, n); });
+        [&](uint32_t (&b)[4], int k, int n) { B::load_b_transposed(b, b_lane, k, n); });
 }
 
 // Another product's accumulators, rounded to dtype, as the operand A of the next one: in registers
@@ -88,19 +94,25 @@ template <DType dtype, int kRows, int kColumns>
 struct RegisterOperand {
     static constexpr int row_tiles = kRows / 16, columns = kColumns;
 
-    uint32_t value[kColumns / 16][row_tiles][4];
+    uint32_t value[kColumns / kStepDepth<dtype>][row_tiles][4];
 
     __device__ __forceinline__ explicit RegisterOperand(const Fragment<kRows, kColumns>& from) {
 #pragma unroll
-        for (int k = 0; k < kColumns / 16; ++k)
+        for (int k = 0; k < kColumns / kStepDepth<dtype>; ++k)
 #pragma unroll
-            for (int m = 0; m < row_tiles; ++m) {
-                const auto &low = from.value[m][2 * k], &high = from.value[m][2 * k + 1];
-                value[k][m][0] = pack<dtype>(low[0], low[1]);
-                value[k][m][1] = pack<dtype>(low[2], low[3]);
-                value[k][m][2] = pack<dtype>(high[0], high[1]);
-                value[k][m][3] = pack<dtype>(high[2], high[3]);
-            }
+            for (int m = 0; m < row_tiles; ++m)
+                if constexpr (dtype == DType::float32) {
+                    // Columns 2t and 2t + 1 of an accumulator are elements t and t + 4 of k (SmemTile).
+                    constexpr int order[4] = {0, 2, 1, 3};
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) value[k][m][i] = __float_as_uint(from.value[m][k][order[i]]);
+                } else {
+                    const auto &low = from.value[m][2 * k], &high = from.value[m][2 * k + 1];
+                    value[k][m][0] = pack<dtype>(low[0], low[1]);
+                    value[k][m][1] = pack<dtype>(low[2], low[3]);
+                    value[k][m][2] = pack<dtype>(high[0], high[1]);
+                    value[k][m][3] = pack<dtype>(high[2], high[3]);
+                }
     }
 };
 
@@ -108,29 +120,38 @@ struct RegisterOperand {
 template <DType dtype, class B, class A, class Accumulators>
 __device__ __forceinline__ void multiply_registers_by_columns(Accumulators& d, const A& left,
                                                               uint32_t b_rows_first) {
+    static_assert(A::columns == B::rows && holds<B, dtype>);
+    const uint32_t b_lane = B::by_columns(b_rows_first);
     multiply<dtype, A::columns>(
         d,
         [&](uint32_t (&a)[A::row_tiles][4], int k) {
 #pragma unroll
             for (int m = 0; m < A::row_tiles; ++m)
 #pragma unroll
-                for (int i = 0; i < 4; ++i) a[m][i] = left.value[k / 16][m][i];
+                for (int i = 0; i < 4; ++i) a[m][i] = left.value[k / kStepDepth<dtype>][m][i];
         },
-        [&](uint32_t (&b)[4], int k, int n) { B::load_b_transposed(b, b_rows_first, k, n); });
+        [&](uint32_t (&b)[4], int k, int n) { B::load_b_transposed(b, b_lane, k, n); });
 }
 
 // Writes accumulators, rounded to dtype, to the part of a shared tile that starts at (row, column).
 template <DType dtype, class Tile, class Accumulators>
 __device__ __forceinline__ void store_fragment(uint32_t tile, const Accumulators& d, int row, int column) {
+    static_assert(holds<Tile, dtype>);
 #pragma unroll
     for (int r = 0; r < Accumulators::rows; ++r)
 #pragma unroll
         for (int n = 0; n < Accumulators::column_tiles; ++n) {
-            const int chunk = column / 8 + n;
+            constexpr int elements = Tile::chunk_elements;
+            const int chunk = column / elements + n * 8 / elements;
             const uint32_t place =
                 Tile::offset(row + Accumulators::row(r), chunk / Tile::chunks, chunk % Tile::chunks);
-            store_shared(tile + place + lane_index() % 4 * 4,
-                         pack<dtype>(d.value[r / 2][n][r % 2 * 2], d.value[r / 2][n][r % 2 * 2 + 1]));
+            const auto& x = d.value[r / 2][n];
+            if constexpr (dtype == DType::float32)
+                store_shared(tile + place + lane_index() % 4 * 8,
+                             make_uint2(__float_as_uint(x[r % 2 * 2]), __float_as_uint(x[r % 2 * 2 + 1])));
+            else
+                store_shared(tile + place + lane_index() % 4 * 4,
+                             pack<dtype>(x[r % 2 * 2], x[r % 2 * 2 + 1]));
         }
 }
 
