@@ -25,14 +25,30 @@ int64_t larger_head_dim(const ForwardProblem& problem) {
     return std::max(problem.head_dim, problem.head_dim_v);
 }
 
+// As many blocks as the kernel was made for fit a multiprocessor at once. The system takes 1 KiB of each;
+// what a block may have at most is the multiprocessor's memory less that (CUDA C++ Programming Guide,
+// technical specifications per compute capability).
+template <class Kernel>
+bool all_blocks_fit(const Kernel& kernel, const Device& device) {
+    constexpr int64_t system = 1024;
+    return kernel.blocks * (kernel.shared_bytes + system) <= device.shared_bytes_per_block + system;
+}
+
+// The first kernel that the device can run; among those of the same head dim one that all blocks fit.
 template <class Kernel>
 const Kernel* first_fit(const Kernel* const* kernels, const ForwardProblem& problem, const Device& device) {
     if (device.capability < kLowestCapability || !compiled_for(device.capability)) return nullptr;
-    for (; *kernels; ++kernels)
-        if ((*kernels)->dtype == problem.dtype && (*kernels)->head_dim >= larger_head_dim(problem) &&
-            (*kernels)->shared_bytes <= device.shared_bytes_per_block)
-            return *kernels;
-    return nullptr;
+    const Kernel* first = nullptr;
+    for (; *kernels; ++kernels) {
+        const Kernel& kernel = **kernels;
+        if (kernel.dtype != problem.dtype || kernel.head_dim < larger_head_dim(problem) ||
+            kernel.shared_bytes > device.shared_bytes_per_block)
+            continue;
+        if (first && kernel.head_dim != first->head_dim) break;
+        if (all_blocks_fit(kernel, device)) return &kernel;
+        if (!first) first = &kernel;
+    }
+    return first;
 }
 
 // "float16, bfloat16"

@@ -109,6 +109,7 @@ extern constinit const BackwardKernel FLASH_KERNEL_SYMBOL{
     sm80::kConfiguration.head_dim,
     sm80::kConfiguration.query_tile,
     sm80::kConfiguration.key_tile,
+    sm80::kConfiguration.blocks,
     sm80::kSharedBytes,
     sm80::workspace_bytes,
     sm80::launch,

@@ -12,15 +12,16 @@ namespace flash::cuda::sm80 {
 // Among those that this thread looks at.
 template <DType dtype, int kThreads, class Tile>
 __device__ __forceinline__ bool has_bad_element(uint32_t tile) {
-    constexpr uint32_t exponent = dtype == DType::bfloat16 ? 0x7f80 : 0x7c00;
-    bool bad = false;
-#pragma unroll 2
+    // Adding 1 to an exponent of all ones carries into the sign's place.
+    constexpr uint32_t exponent = dtype == DType::bfloat16 ? 0x7f807f80 : 0x7c007c00;
+    constexpr uint32_t one = dtype == DType::bfloat16 ? 0x00800080 : 0x04000400;
+    uint32_t carries = 0;
+#pragma unroll 4
     for (int i = threadIdx.x * 16; i < Tile::bytes; i += kThreads * 16) {
         const uint4 x = load_shared_16(tile + i);
-        for (const uint32_t pair : {x.x, x.y, x.z, x.w})
-            bad |= (pair & exponent) == exponent || (pair >> 16 & exponent) == exponent;
+        for (const uint32_t pair : {x.x, x.y, x.z, x.w}) carries |= (pair & exponent) + one;
     }
-    return bad;
+    return (carries & 0x80008000) != 0;
 }
 
 template <DType dtype, int kThreads, class Tile>

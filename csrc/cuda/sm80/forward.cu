@@ -28,8 +28,9 @@ __global__ void __launch_bounds__(kConfiguration.warps * 32, blocks_of(features)
     const RowTile tile = tiling(index, problem, true);
     if (tile.rows.empty()) return;
     ForwardTile<DType::FLASH_DTYPE, kConfiguration, features> work(problem, shared, score_unit, natural);
-    work.load_queries(tile);
+    work.load_first(tile, splits);
     if (threadIdx.x == 0) {
+        work.start_barriers();
         const int64_t rows = problem.batch * problem.heads_q * problem.seqlen_q;
         shared.plan.make(problem, tile,
                          {int(blockIdx.x - index * splits), splits, partial,
@@ -76,6 +77,7 @@ extern constinit const ForwardKernel FLASH_KERNEL_SYMBOL{
     sm80::kConfiguration.head_dim,
     sm80::kConfiguration.query_tile,
     sm80::kConfiguration.key_tile,
+    sm80::kConfiguration.blocks,
     sm80::kSharedBytes,
     sm80::workspace_bytes,
     sm80::launch,

@@ -21,6 +21,7 @@
 
 #include "../../attention/online_softmax.h"
 #include "../ptx/barrier.h"
+#include "../ptx/mbarrier.h"
 #include "../tile/gpu_math.h"
 #include "../tile/warp_product.h"
 #include "finite.cuh"
@@ -41,6 +42,7 @@ struct ForwardShared {
         alignas(128) char k[c.key_tile * c.head_dim * 2];
         alignas(128) char v[c.key_tile * c.head_dim * 2];
     } stages[2];
+    uint64_t full[2], empty[2];  // mbarriers of the stages
     alignas(128) char p[c.columns > 1 ? c.query_tile * c.key_tile * 2 : 16];
     float exchange[c.warps][c.columns > 1 ? c.query_tile * c.columns / c.warps : 1];
     bool beyond[c.warps];
@@ -57,21 +59,44 @@ class ForwardTile {
                            const double& natural)
         : problem_(problem), shared_(shared), score_unit_(score_unit), natural_(natural) {}
 
-    // Needs no plan: the copies run while thread 0 makes it.
-    __device__ __forceinline__ void load_queries(const RowTile& tile) {
-        const HeadRows<const uint16_t> q(problem_.q, tile.unowned ? 0 : tile.batch,
-                                         tile.sequence.first_query_row, tile.head, problem_.head_dim);
+    // By one thread.
+    __device__ __forceinline__ void start_barriers() const {
+        for (int stage = 0; stage < 2; ++stage) {
+            mbarrier_init(of_stage(shared_.full, stage), threads);
+            mbarrier_init(of_stage(shared_.empty, stage), c.warps);
+        }
+    }
+
+    // Needs no plan: the copies run while thread 0 makes it. Where the first tile of keys is easily found it
+    // is asked for as well.
+    __device__ __forceinline__ void load_first(const RowTile& tile, int splits) {
+        const Sequence& sequence = tile.sequence;
+        const HeadRows<const uint16_t> q(problem_.q, tile.unowned ? 0 : tile.batch, sequence.first_query_row,
+                                         tile.head, problem_.head_dim);
         load_tile<threads, QueryTile>(q_address(), q, tile.first, tile.rows);
+        if (tile.unowned || splits > 1 || problem_.key_blocks.counts) return;
+        const Mask mask(problem_, sequence);
+        const Position key = mask.keys_of(tile.rows.begin).begin;
+        if (key % c.key_tile != 0 || key + c.key_tile > mask.keys_of(tile.rows.end - 1).end) return;
+        const HeadRows<const uint16_t> k(problem_.k, tile.batch, sequence.first_key_row, tile.key_head,
+                                         problem_.head_dim);
+        const HeadRows<const uint16_t> v(problem_.v, tile.batch, sequence.first_key_row, tile.key_head,
+                                         problem_.head_dim_v);
+        const WholeTiles<threads, KeyTile> keys(k), values(v);
+        if (!keys.usable() || !values.usable()) return;
+        keys.load(k_address(), key, int(problem_.k.row_stride));
+        values.load(v_address(), key, int(problem_.v.row_stride));
+        has_first_ = true;
     }
 
     __device__ __forceinline__ void run() {
         out_.clear();
         TileWalk<c.key_tile> walk(shared_.plan.warp(), shared_.plan.start);
         const WholeTiles<threads, KeyTile> keys(shared_.plan.keys), values(shared_.plan.values);
-        uint32_t stage = 0;  // byte offset of the one in use
-        const auto load = [&](uint32_t into) {
-            const uint32_t k = k_address() + into, v = v_address() + into;
+        const auto load = [&](uint32_t tile) {
             if (!walk.more()) return;
+            const uint32_t stage = tile % 2 * kStageBytes, k = k_address() + stage, v = v_address() + stage;
+            mbarrier_wait(of_stage(shared_.empty, tile), tile / 2 % 2 ^ 1);
             const bool whole = walk.whole();
             if (whole && keys.usable())
                 keys.load(k, walk.first(), int(problem_.k.row_stride));
@@ -81,32 +106,42 @@ class ForwardTile {
                 values.load(v, walk.first(), int(problem_.v.row_stride));
             else
                 load_partial(v, shared_.plan.values, walk);
-            cp_async_commit();
+            mbarrier_arrive_behind_copies(of_stage(shared_.full, tile));
         };
-        load(stage);
+        if (has_first_) {
+            mbarrier_arrive_behind_copies(of_stage(shared_.full, 0));
+        } else {
+            load(0);
+        }
         if (!walk.more()) {  // O takes the place of Q, which may still be on its way
             cp_async_wait<0>();
             __syncthreads();
         }
+        uint32_t tile = 0;     // how many are done
         uint32_t too_low = 0;  // rows of the lane whose maximum was, a bit each: the tile is done again
         while (walk.more() || too_low) {
-            if (!too_low) {
-                cp_async_wait<0>();
-                __syncthreads();
+            const uint32_t stage = tile % 2 * kStageBytes;
+            if (!too_low) mbarrier_wait(of_stage(shared_.full, tile), tile / 2 % 2);
+            const Position key = walk.first();
+            const bool check_mask = walk.masked() && !too_low;
+            const Sees sees = check_mask ? what_warp_sees(walk) : Sees::all;
+            const auto next = [&] {
+                walk.advance(shared_.plan.warp());
+                load(tile + 1);
+            };
+            if (c.key_tile < c.query_tile && sees == Sees::none) {
+                exclude_bad_values(stage);  // with the other warps
+                next();
+                leave(tile++);
+                continue;
             }
             Scores scores;
             multiply_qk(scores, stage);
-            const Position key = walk.first();
-            const bool masked = walk.masked() && !too_low;
             transform(scores, key);
-            if (masked) {
-                mask(scores, key, walk.seen(shared_.plan.warp()));
-                if (exclude_bad_values(stage)) spoil_rows(scores);
-            }
-            if (!too_low) {
-                walk.advance(shared_.plan.warp());
-                load(stage ^ kStageBytes);
-            }
+            if (sees == Sees::part) mask(scores, key, walk.seen(shared_.plan.warp()));
+            if (check_mask && exclude_bad_values(stage)) spoil_rows(scores);
+            if (!too_low) next();
+            const bool masked = sees == Sees::part;
             if (!optimistic || masked || too_low || !settled_)
                 follow_maximum(scores, [&](int r, float maximum) {
                     return !softmax_[r].settled() || too_low >> r & 1 ||
@@ -124,7 +159,7 @@ class ForwardTile {
 #pragma unroll
             for (int r = 0; r < Scores::rows; ++r) softmax_[r].add(sums[r]);
             multiply_pv(p, stage);
-            stage ^= kStageBytes;
+            leave(tile++);
         }
         store();
     }
@@ -155,6 +190,9 @@ class ForwardTile {
     // Of the first stage.
     __device__ __forceinline__ uint32_t k_address() const { return shared_address(shared_.stages[0].k); }
     __device__ __forceinline__ uint32_t v_address() const { return shared_address(shared_.stages[0].v); }
+    __device__ __forceinline__ static uint32_t of_stage(const uint64_t (&barriers)[2], uint32_t tile) {
+        return shared_address(barriers) + tile % 2 * sizeof(uint64_t);
+    }
     __device__ __forceinline__ uint32_t p_address() const { return shared_address(shared_.p); }
     __device__ __forceinline__ static int warp() { return int(threadIdx.x) / 32; }
     __device__ __forceinline__ static int warp_row() { return warp() / c.columns * warp_rows; }
@@ -168,6 +206,7 @@ class ForwardTile {
     __device__ __forceinline__ void load_partial(uint32_t tile, const HeadRows<const uint16_t>& rows,
                                                  const TileWalk<c.key_tile>& walk) const {
         load_tile<threads, KeyTile>(tile, rows, walk.first(), walk.seen(shared_.plan.warp()));
+        __threadfence_block();  // what was not copied but stored
     }
 
     __device__ __forceinline__ void multiply_qk(Scores& s, uint32_t stage) const {
@@ -183,6 +222,7 @@ class ForwardTile {
         if constexpr (c.columns == 1) {
             return RegisterOperand<dtype, warp_rows, warp_keys>(p);
         } else {
+            pair_barrier();  // the other warp has left the last tile's
             store_fragment<dtype, ScoreTile>(p_address(), p, warp_row(), warp_key());
             return nullptr;
         }
@@ -221,6 +261,25 @@ class ForwardTile {
 #pragma unroll
         for (int r = 0; r < Scores::rows; ++r) x[r] = quad_max(x[r]);
         exchange(x, [](float a, float b) { return fmaxf(a, b); });
+    }
+
+    // What the warp's rows see of a tile.
+    enum class Sees { none, part, all };
+
+    __device__ __forceinline__ Sees what_warp_sees(const TileWalk<c.key_tile>& walk) const {
+        const Interval seen = walk.seen(shared_.plan.warp());
+        const Position row = shared_.plan.tile.first + warp_row(), key = walk.first();
+        const Interval first = intersection(shared_.plan.visible(row), seen);
+        const Interval last = intersection(shared_.plan.visible(row + warp_rows - 1), seen);
+        // Both ends never decrease with the row.
+        if (last.end <= first.begin) return Sees::none;
+        return last.begin <= key && first.end >= key + c.key_tile ? Sees::all : Sees::part;
+    }
+
+    // The warp is done with a tile's K and V.
+    __device__ __forceinline__ void leave(uint32_t tile) const {
+        __syncwarp();
+        if (lane_index() == 0) mbarrier_arrive(of_stage(shared_.empty, tile));
     }
 
     // From dot products to scores; without features the scale is left to exponentiate().
@@ -446,6 +505,7 @@ class ForwardTile {
     OnlineSoftmax<GpuMath> softmax_[Scores::rows];
     bool settled_ = false;  // every row of the warp has a maximum
     bool rounds_ = false;   // one is beyond kHuge
+    bool has_first_ = false;
     Output out_;
 };
 

@@ -32,7 +32,7 @@ class RowTiling {
                          problem.heads_k, problem.cu_seqlens_k, problem.query_blocks);
     }
 
-    int64_t count() const { return count_; }
+    FLASH_HOST_DEVICE int64_t count() const { return count_; }
 
     // descending: a head's last tile first, which under a causal mask is the longest one of queries.
     __device__ __forceinline__ RowTile operator()(uint32_t index, const ForwardProblem& problem,

@@ -1,0 +1,43 @@
+// mbarrier: a barrier in shared memory at which arriving and waiting are two things (PTX ISA, "mbarrier"). It
+// completes a phase when as many have arrived as it was made for; phases count 0, 1, 0, ...
+#pragma once
+
+#include <cstdint>
+
+namespace flash::cuda {
+
+// By one thread, before a __syncthreads.
+__device__ __forceinline__ void mbarrier_init(uint32_t barrier, int arrivals) {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;\n" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+__device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
+    asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }\n" ::"r"(barrier) : "memory");
+}
+
+// The thread arrives when all cp.async that it has started are done.
+__device__ __forceinline__ void mbarrier_arrive_behind_copies(uint32_t barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];\n" ::"r"(barrier) : "memory");
+}
+
+// Until the phase of that parity is complete. Of a new barrier the phase before the first one, 1, is.
+__device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity) {
+    uint32_t done;
+    do {
+#if __CUDA_ARCH__ >= 900
+        asm volatile(
+            "{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }\n"
+            : "=r"(done)
+            : "r"(barrier), "r"(parity)
+            : "memory");
+#else
+        asm volatile(
+            "{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }\n"
+            : "=r"(done)
+            : "r"(barrier), "r"(parity)
+            : "memory");
+#endif
+    } while (!done);
+}
+
+}  // namespace flash::cuda
