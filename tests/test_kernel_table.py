@@ -75,7 +75,8 @@ def test_every_head_dim_has_a_kernel(which, dtype, capability):
     rows = rows_of(which, dtype)
     if which == "backward" and not any(kernel["pass"] == "backward" for kernel in KERNELS):
         pytest.skip("this build has no backward kernels at all")
-    fitting = [row["head_dim"] for row in rows if row["shared_bytes"] <= CHIPS[capability][1]]
+    fitting = [row["head_dim"] for row in rows
+               if row["shared_bytes"] <= CHIPS[capability][1] and row["from_keys"] == 0]
     missing = [head_dim for head_dim in range(1, 257) if not any(head_dim <= most for most in fitting)]
     assert not missing, f"{which} {dtype} on {capability / 10}: no kernel from head_dim {missing[0]} on"
 
@@ -83,7 +84,8 @@ def test_every_head_dim_has_a_kernel(which, dtype, capability):
 @pytest.mark.parametrize("capability", CHIPS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("which", PASSES)
-def test_choice_is_the_best_row_that_fits(which, dtype, capability):
+@pytest.mark.parametrize("seqlen", [1, 1023, 1024])
+def test_choice_is_the_best_row_that_fits(seqlen, which, dtype, capability):
     if not runs_on(capability):
         pytest.skip(f"this build is not for {capability / 10}")
     rows = rows_of(which, dtype)
@@ -91,12 +93,12 @@ def test_choice_is_the_best_row_that_fits(which, dtype, capability):
         for head_dim_v in {head_dim, 1, 257 - head_dim}:
             largest = max(head_dim, head_dim_v)
             fitting = [row for row in rows if largest <= row["head_dim"]
-                       and row["shared_bytes"] <= CHIPS[capability][1]]
+                       and row["shared_bytes"] <= CHIPS[capability][1] and row["from_keys"] <= seqlen]
             # The system takes 1 KiB of each block's shared memory.
             resident = [row for row in fitting if row["head_dim"] == fitting[0]["head_dim"]
                         and row["blocks"] * (row["shared_bytes"] + 1024) <= CHIPS[capability][1] + 1024]
             best = (resident or fitting)[0]["name"] if fitting else None
-            problem = sizes(dtype=dtype, head_dim=head_dim, head_dim_v=head_dim_v)
+            problem = sizes(seqlen, seqlen, dtype=dtype, head_dim=head_dim, head_dim_v=head_dim_v)
             plan = _C.plan(problem, chip(capability))[which]
             assert plan.get("configuration") == best
 

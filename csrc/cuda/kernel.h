@@ -27,6 +27,7 @@ struct ForwardKernel {
     DType dtype;
     int head_dim;  // at most, of queries and of values
     int query_tile, key_tile;
+    int from_keys;         // for sequences of so many keys or more
     int blocks;            // that a multiprocessor can hold at once, if it has the shared memory
     int64_t shared_bytes;  // of one block
     // splits > 1: that many blocks share the keys of a query tile, and combine adds them up.
@@ -40,6 +41,7 @@ struct BackwardKernel {
     DType dtype;
     int head_dim;
     int query_tile, key_tile;
+    int from_keys;
     int blocks;
     int64_t shared_bytes;
     int64_t (*workspace_bytes)(const BackwardProblem& problem);

@@ -2,7 +2,7 @@
 
 One row is one tile shape. setup.py compiles the row's source once per dtype (and architecture) and writes the
 registry that the engine chooses from; tests check each row's shared memory against the limits of real chips.
-Rows of an engine and pass stand best first: the first one that fits the problem and the device is taken, and
+Rows of an engine and pass stand best first: the first one that fits the problem and the device is taken and
 among those of its head dim the first one whose blocks a multiprocessor's shared memory can hold all at once.
 """
 
@@ -44,6 +44,7 @@ class Row:
     kernel: str  # "forward" or "backward": the source is <engine>/<kernel>.cu
     dtypes: tuple
     configuration: object
+    from_keys: int = 0  # shorter sequences are left to the next row
 
     def name(self, dtype):
         c = self.configuration
@@ -61,12 +62,13 @@ class Row:
             "FLASH_KERNEL_SYMBOL": self.symbol(dtype),
             "FLASH_KERNEL_NAME": f'"{self.name(dtype)}"',
             "FLASH_CONFIGURATION": f"{{{fields}}}",
+            "FLASH_FROM_KEYS": str(self.from_keys),
         }
 
 
 # Later rows of a head dim are for chips with less shared memory a block: 163 KiB (8.0), 99 KiB (8.6, 8.9, 12.0).
 ROWS = [
-    Row("sm80", "forward", HALVES, Forward(64, 128, 128, warps=4, blocks=2)),
+    Row("sm80", "forward", HALVES, Forward(64, 128, 128, warps=4, blocks=2), from_keys=1024),
     Row("sm80", "forward", HALVES, Forward(64, 128, 64, warps=4, blocks=3)),
     Row("sm80", "forward", HALVES, Forward(96, 128, 64, warps=4, blocks=2)),
     Row("sm80", "forward", HALVES, Forward(128, 128, 64, warps=4, blocks=2)),
@@ -76,6 +78,8 @@ ROWS = [
     Row("sm80", "forward", HALVES, Forward(256, 128, 64, warps=8, blocks=1, columns=2)),
     Row("sm80", "forward", HALVES, Forward(256, 128, 32, warps=8, blocks=1, columns=2)),
     Row("sm80", "forward", HALVES, Forward(256, 64, 32, warps=4, blocks=1)),
+    Row("sm80", "backward", HALVES,
+        Backward(64, 128, 128, 8, 2, 1, score_rows=4, gradient_rows=4, dq_rows=4), from_keys=1024),
     Row("sm80", "backward", HALVES, Backward(64, 64, 64, 4, 2, 3, score_rows=2, gradient_rows=2, dq_rows=2)),
     Row("sm80", "backward", HALVES, Backward(96, 64, 64, 4, 2, 2, score_rows=2, gradient_rows=4, dq_rows=4)),
     Row("sm80", "backward", HALVES, Backward(128, 64, 128, 8, 2, 1, score_rows=2, gradient_rows=4, dq_rows=2)),

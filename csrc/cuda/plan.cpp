@@ -34,7 +34,8 @@ bool all_blocks_fit(const Kernel& kernel, const Device& device) {
     return kernel.blocks * (kernel.shared_bytes + system) <= device.shared_bytes_per_block + system;
 }
 
-// The first kernel that the device can run; among those of the same head dim one that all blocks fit.
+// The first kernel that the device can run and that the keys are enough for; among those of the same head dim
+// one that all blocks fit.
 template <class Kernel>
 const Kernel* first_fit(const Kernel* const* kernels, const ForwardProblem& problem, const Device& device) {
     if (device.capability < kLowestCapability || !compiled_for(device.capability)) return nullptr;
@@ -42,7 +43,7 @@ const Kernel* first_fit(const Kernel* const* kernels, const ForwardProblem& prob
     for (; *kernels; ++kernels) {
         const Kernel& kernel = **kernels;
         if (kernel.dtype != problem.dtype || kernel.head_dim < larger_head_dim(problem) ||
-            kernel.shared_bytes > device.shared_bytes_per_block)
+            kernel.shared_bytes > device.shared_bytes_per_block || kernel.from_keys > problem.seqlen_k)
             continue;
         if (first && kernel.head_dim != first->head_dim) break;
         if (all_blocks_fit(kernel, device)) return &kernel;
@@ -78,6 +79,9 @@ std::string reason_of(const Kernel& kernel, const Kernel* chosen, const ForwardP
     if (kernel.head_dim < larger_head_dim(problem))
         return "it takes head dims up to " + std::to_string(kernel.head_dim) + ", here it is " +
                std::to_string(larger_head_dim(problem));
+    if (kernel.from_keys > problem.seqlen_k)
+        return "it is for " + std::to_string(kernel.from_keys) + " keys or more, here they are " +
+               std::to_string(problem.seqlen_k);
     if (kernel.shared_bytes > device.shared_bytes_per_block)
         return "it needs " + std::to_string(kernel.shared_bytes) + " bytes of shared memory, this GPU has " +
                std::to_string(device.shared_bytes_per_block);

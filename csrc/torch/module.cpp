@@ -37,6 +37,7 @@ void append_kernels(list& rows, const char* pass, const Kernel* const* kernels) 
         row["head_dim"] = (*kernels)->head_dim;
         row["query_tile"] = (*kernels)->query_tile;
         row["key_tile"] = (*kernels)->key_tile;
+        row["from_keys"] = (*kernels)->from_keys;
         row["blocks"] = (*kernels)->blocks;
         row["shared_bytes"] = (*kernels)->shared_bytes;
         rows.append(row);

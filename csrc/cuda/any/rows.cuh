@@ -16,7 +16,17 @@ struct HeadRow {
     template <int kLanes>
     __device__ static HeadRow of_thread(int64_t batches, int64_t rows, int64_t heads) {
         const int64_t index = (blockIdx.x * int64_t(blockDim.x) + threadIdx.x) / kLanes;
-        return {index / heads / rows, index / heads % rows, index % heads, index < batches * rows * heads};
+        const int64_t count = batches * rows * heads;
+        // Divisions of 64 bits take longer than the row does.
+        return count <= UINT32_MAX ? of_index(uint32_t(index), uint32_t(rows), uint32_t(heads), index < count)
+                                   : of_index(index, rows, heads, index < count);
+    }
+
+  private:
+    template <class Integer>
+    __device__ static HeadRow of_index(Integer index, Integer rows, Integer heads, bool exists) {
+        const Integer position = index / heads;
+        return {int64_t(position / rows), int64_t(position % rows), int64_t(index % heads), exists};
     }
 };
 

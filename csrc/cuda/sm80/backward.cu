@@ -31,7 +31,10 @@ __global__ void __launch_bounds__(kThreads, blocks_of(features))
     if (tile.rows.empty()) return;
     BackwardTile<kDType, kConfiguration, features> work(problem, shared, dq_sums);
     work.load_keys(tile);
-    if (threadIdx.x == 0) BackwardPlan<kConfiguration>(problem, shared, dq_sums).start(tile);
+    if (threadIdx.x == 0) {
+        work.start_barriers();
+        BackwardPlan<kConfiguration>(problem, shared, dq_sums).start(tile);
+    }
     __syncthreads();
     work.run();
 }
@@ -109,6 +112,7 @@ extern constinit const BackwardKernel FLASH_KERNEL_SYMBOL{
     sm80::kConfiguration.head_dim,
     sm80::kConfiguration.query_tile,
     sm80::kConfiguration.key_tile,
+    FLASH_FROM_KEYS,
     sm80::kConfiguration.blocks,
     sm80::kSharedBytes,
     sm80::workspace_bytes,

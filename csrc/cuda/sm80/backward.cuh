@@ -7,11 +7,14 @@
 //     dV += P^T dO, dK += dS^T Q   warps split keys x head_dim gradient_rows x rest
 //     dQ += dS K                   warps split queries x head_dim, fp32 additions in device memory
 //
-// Two barriers a tile: at the first the tile's Q and dO are whole and the last one's P and dS used up, at the
-// second P and dS are whole. The next tile's Q and dO are loaded meanwhile (stages = 2), or behind a third
-// barrier into the same place (stages = 1).
+// Everybody waits for a tile's Q and dO to be there (full), for all to have left the last tile before P and
+// dS are overwritten (left), and for P and dS to be whole (ready). A block that has the multiprocessor to
+// itself waits at mbarriers, so that its warps drift apart and some multiply while others take exponentials;
+// where several blocks do that for each other, two __syncthreads cost less. The next tile's Q and dO are
+// loaded meanwhile (stages = 2), or when everybody has left this one into the same place (stages = 1).
 #pragma once
 
+#include "../ptx/mbarrier.h"
 #include "../ptx/reduce.h"
 #include "finite.cuh"
 #include "loader.cuh"
@@ -70,6 +73,7 @@ struct BackwardShared {
     alignas(128) char ds[c.query_tile * c.key_tile * 2];
     alignas(16) float lse[c.stages][c.query_tile];
     alignas(16) float delta[c.stages][c.query_tile];
+    uint64_t full[c.stages], left, ready;            // mbarriers
     uint32_t bad_queries[(c.query_tile + 31) / 32];  // rows of Q or dO that are not finite, a bit each
     uint32_t bad_keys[(c.key_tile + 31) / 32];
 
@@ -142,7 +146,13 @@ class BackwardTile {
         const HeadRows<const uint16_t> v(problem.v, tile.batch, first, tile.head, problem.head_dim_v);
         load_tile<threads, KeyTile>(address(shared_.k), k, tile.first, tile.rows);
         load_tile<threads, KeyTile>(address(shared_.v), v, tile.first, tile.rows);
-        cp_async_commit();
+    }
+
+    // By one thread.
+    __device__ __forceinline__ void start_barriers() const {
+        for (uint64_t& full : shared_.full) mbarrier_init(shared_address(&full), threads);
+        mbarrier_init(shared_address(&shared_.left), c.warps);
+        mbarrier_init(shared_address(&shared_.ready), c.warps);
     }
 
     __device__ __forceinline__ void run() {
@@ -151,32 +161,34 @@ class BackwardTile {
         dv_.clear();
         // A partial tile of keys is masked throughout: an empty key's score of 0 may be far above lse.
         const bool partial = keys.begin > shared_.tile.first || keys.end < shared_.tile.first + c.key_tile;
-        bool first = true;
+        uint32_t tile = 0;  // how many are done, of all heads
         for (int i = 0; i < shared_.group; ++i) {
             __syncthreads();  // head i is described, and everybody has left head i - 1
             if (threadIdx.x == 0 && i + 1 < shared_.group) plan_.start_head(i + 1);
             const BackwardHead& head = shared_.heads[i % 2];
             TileWalk<c.query_tile> walk(shared_.warps[warp()], head.start);
-            int stage = 0;
-            load_queries(head, walk, stage);
+            load_queries(head, walk, tile);
             while (walk.more()) {
+                const int stage = tile % c.stages;
                 Part now{walk.first(), walk.seen(shared_.warps[warp()]), walk.masked() || partial, stage,
                          false};
                 walk.advance(shared_.warps[warp()]);
-                cp_async_wait<0>();
-                __syncthreads();
-                if (c.stages > 1) load_queries(head, walk, stage ^= 1);
-                if (first) bad_keys_ = exclude_bad_keys();
-                first = false;
-                if (now.masked) now.bad_queries = exclude_bad_queries(now.stage);
-                differentiate_scores(head, now);
-                __syncthreads();
-                accumulate(now.stage);
+                wait_full(tile);
+                if (!drifts && c.stages > 1) load_queries(head, walk, tile + 1);
+                if (tile == 0) bad_keys_ = exclude_bad_keys();
+                if (now.masked) now.bad_queries = exclude_bad_queries(stage);
+                differentiate_scores(head, now, tile);
+                arrive(shared_.ready);
+                if (drifts && c.stages > 1) load_queries(head, walk, tile + 1);
+                wait(shared_.ready, tile % 2);
+                accumulate(stage);
                 if (with_dq_) add_dq(head, now.first);
+                arrive(shared_.left);
                 if (c.stages == 1) {
-                    __syncthreads();
-                    load_queries(head, walk, stage);
+                    wait(shared_.left, tile % 2);
+                    load_queries(head, walk, tile + 1);
                 }
+                ++tile;
             }
         }
         store();
@@ -205,9 +217,31 @@ class BackwardTile {
         bool bad_queries;
     };
 
+    static constexpr bool drifts = c.blocks == 1;
+
+    // The whole warp.
+    __device__ __forceinline__ static void arrive(uint64_t& barrier) {
+        if constexpr (!drifts) return;
+        __syncwarp();
+        if (lane_index() == 0) mbarrier_arrive(shared_address(&barrier));
+    }
+
+    __device__ __forceinline__ static void wait(uint64_t& barrier, uint32_t parity) {
+        if constexpr (drifts)
+            mbarrier_wait(shared_address(&barrier), parity);
+        else
+            __syncthreads();
+    }
+
+    __device__ __forceinline__ void wait_full(uint32_t tile) const {
+        if constexpr (!drifts) cp_async_wait<0>();
+        wait(shared_.full[tile % c.stages], tile / c.stages % 2);
+    }
+
     __device__ __forceinline__ void load_queries(const BackwardHead& head, const TileWalk<c.query_tile>& walk,
-                                                 int stage) {
+                                                 uint32_t tile) {
         if (!walk.more()) return;
+        const int stage = tile % c.stages;
         const Interval seen = walk.seen(shared_.warps[warp()]);
         load_tile<threads, QueryTile>(address(shared_.q[stage]), head.queries, walk.first(), seen);
         load_tile<threads, QueryTile>(address(shared_.dout[stage]), head.douts, walk.first(), seen);
@@ -217,7 +251,10 @@ class BackwardTile {
             cp_async_4(shared_address(&shared_.lse[stage][row]), head.lse + (valid ? query : 0), valid);
             cp_async_4(shared_address(&shared_.delta[stage][row]), head.delta + (valid ? query : 0), valid);
         }
-        cp_async_commit();
+        if constexpr (drifts)
+            mbarrier_arrive_behind_copies(shared_address(&shared_.full[stage]));
+        else
+            cp_async_commit();
     }
 
     // What is not finite becomes 0 where it may meet a probability of 0, in dK += dS^T Q, dV += P^T dO and dQ
@@ -231,7 +268,8 @@ class BackwardTile {
         return clear_bad_rows<dtype, threads, KeyTile>(shared_.bad_keys, address(shared_.k));
     }
 
-    __device__ __forceinline__ void differentiate_scores(const BackwardHead& head, const Part& part) {
+    __device__ __forceinline__ void differentiate_scores(const BackwardHead& head, const Part& part,
+                                                         uint32_t tile) {
         const int row = warp() / score_columns * Scores::row_tiles * 16;
         const int column = warp() % score_columns * Scores::column_tiles * 8;
         Scores s, dp;
@@ -250,6 +288,7 @@ class BackwardTile {
                                 {part.first + row, shared_.tile.first + column, shared_.mask.diagonal()});
         if (part.masked) mask(s, dp, part, row, column);
         if (part.bad_queries || bad_keys_) mark_bad(s, dp, part, row, column);
+        if constexpr (drifts) wait(shared_.left, tile % 2 ^ 1);
         store_fragment<dtype, ScoreTile>(address(shared_.p), s, row, column);
         store_fragment<dtype, ScoreTile>(address(shared_.ds), dp, row, column);
     }
@@ -346,7 +385,7 @@ class BackwardTile {
         }
         const int row = warp() / gradient_columns * Gradient::row_tiles * 16;
         const int column = warp() % gradient_columns * Gradient::column_tiles * 8;
-        cp_async_wait<0>();
+        cp_async_wait_all();
         __syncthreads();  // everybody has left K and V, and their copies are done where there was no query
         store_fragment<dtype, KeyTile>(address(shared_.k), dk_, row, column);
         store_fragment<dtype, KeyTile>(address(shared_.v), dv_, row, column);

@@ -77,6 +77,7 @@ extern constinit const ForwardKernel FLASH_KERNEL_SYMBOL{
     sm80::kConfiguration.head_dim,
     sm80::kConfiguration.query_tile,
     sm80::kConfiguration.key_tile,
+    FLASH_FROM_KEYS,
     sm80::kConfiguration.blocks,
     sm80::kSharedBytes,
     sm80::workspace_bytes,

@@ -114,7 +114,7 @@ class ForwardTile {
             load(0);
         }
         if (!walk.more()) {  // O takes the place of Q, which may still be on its way
-            cp_async_wait<0>();
+            cp_async_wait_all();
             __syncthreads();
         }
         uint32_t tile = 0;     // how many are done
@@ -129,7 +129,7 @@ class ForwardTile {
                 walk.advance(shared_.plan.warp());
                 load(tile + 1);
             };
-            if (c.key_tile < c.query_tile && sees == Sees::none) {
+            if (sees == Sees::none) {
                 exclude_bad_values(stage);  // with the other warps
                 next();
                 leave(tile++);
@@ -206,7 +206,6 @@ class ForwardTile {
     __device__ __forceinline__ void load_partial(uint32_t tile, const HeadRows<const uint16_t>& rows,
                                                  const TileWalk<c.key_tile>& walk) const {
         load_tile<threads, KeyTile>(tile, rows, walk.first(), walk.seen(shared_.plan.warp()));
-        __threadfence_block();  // what was not copied but stored
     }
 
     __device__ __forceinline__ void multiply_qk(Scores& s, uint32_t stage) const {
@@ -263,8 +262,9 @@ class ForwardTile {
         exchange(x, [](float a, float b) { return fmaxf(a, b); });
     }
 
-    // What the warp's rows see of a tile.
+    // What the warp's rows see of a tile; none only where that saves more than the code for it costs.
     enum class Sees { none, part, all };
+    static constexpr bool skips = c.key_tile < c.query_tile && c.blocks < 3;
 
     __device__ __forceinline__ Sees what_warp_sees(const TileWalk<c.key_tile>& walk) const {
         const Interval seen = walk.seen(shared_.plan.warp());
@@ -272,7 +272,7 @@ class ForwardTile {
         const Interval first = intersection(shared_.plan.visible(row), seen);
         const Interval last = intersection(shared_.plan.visible(row + warp_rows - 1), seen);
         // Both ends never decrease with the row.
-        if (last.end <= first.begin) return Sees::none;
+        if (skips && last.end <= first.begin) return Sees::none;
         return last.begin <= key && first.end >= key + c.key_tile ? Sees::all : Sees::part;
     }
 

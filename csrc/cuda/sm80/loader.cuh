@@ -63,6 +63,7 @@ __device__ __forceinline__ void load_elements(uint32_t tile, const HeadRows<cons
                          make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]));
         }
     }
+    __threadfence_block();  // whoever waits for this thread's copies sees these as well
 }
 
 // Copies of whole tiles by two instructions a chunk, for the loops over tiles that nearly all are whole. What

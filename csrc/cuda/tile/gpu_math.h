@@ -23,9 +23,16 @@ struct GpuMath {
     __device__ __forceinline__ static float plus_log(float x, double factor, float y) {
         return float(x * factor + double(logf(y)));
     }
-    // 1 - 2 / (1 + e^2x): absolute error 1e-7, right at both infinities.
+    // 1 - 2 / (1 + e^2x), right at both infinities, and near 0, where that would cancel, an odd polynomial of
+    // relative error 4e-8 (minimax on [-0.55, 0.55]).
     __device__ __forceinline__ static float tanh(float x) {
-        return 1 - __fdividef(2, 1 + exp2_approximate(x * float(2 * unit)));
+        const float square = x * x;
+        float ratio = fmaf(square, 0.0164383977f, -0.0526722244f);
+        ratio = fmaf(square, ratio, 0.133207311f);
+        ratio = fmaf(square, ratio, -0.333329469f);
+        const float near = fmaf(x, square * ratio, x);
+        const float far = 1 - __fdividef(2, 1 + exp2_approximate(x * float(2 * unit)));
+        return fabsf(x) < 0.55f ? near : far;
     }
 };
 

@@ -4,41 +4,10 @@
 #pragma once
 
 #include "element.h"
-#include "product_step.h"
+#include "product_steps.h"
 #include "smem_tile.h"
 
 namespace flash::cuda {
-
-// The order of a product's steps: along k by kStepDepth, along D's columns in 16s within. Operands are loaded
-// this many steps before the multiplications that use them; ptxas moves them further as registers allow.
-constexpr int kAhead = 2;
-
-// load_a(a, k) fills a[row tile][4], load_b(b, k, n) fills b for columns n .. n + 15.
-template <DType dtype, int kDepth, class Accumulators, class LoadA, class LoadB>
-__device__ __forceinline__ void multiply(Accumulators& d, const LoadA& load_a, const LoadB& load_b) {
-    constexpr int step = kStepDepth<dtype>;
-    constexpr int columns = Accumulators::column_tiles / 2, steps = kDepth / step * columns;
-    // A is kept for this k and the next one, so no step may run further ahead than a row of columns.
-    constexpr int ahead = kAhead < columns ? kAhead : columns;
-    uint32_t a[2][Accumulators::row_tiles][4], b[ahead + 1][4];
-#pragma unroll
-    for (int i = 0; i < steps + ahead; ++i) {
-        if (i < steps) {
-            if (i % columns == 0) load_a(a[i / columns % 2], i / columns * step);
-            load_b(b[i % (ahead + 1)], i / columns * step, i % columns * 16);
-        }
-        if (i >= ahead) {
-            const int done = i - ahead, n = done % columns * 2;
-            const auto& left = a[done / columns % 2];
-            const auto& right = b[done % (ahead + 1)];
-#pragma unroll
-            for (int m = 0; m < Accumulators::row_tiles; ++m) {
-                multiply_step<dtype>(d.value[m][n], left[m], right[0], right[1]);
-                multiply_step<dtype>(d.value[m][n + 1], left[m], right[2], right[3]);
-            }
-        }
-    }
-}
 
 template <class Tile, DType dtype>
 constexpr bool holds = Tile::element_bytes == element_bytes(dtype);
@@ -49,7 +18,7 @@ __device__ __forceinline__ void multiply_rows_by_rows(Accumulators& d, uint32_t 
                                                       uint32_t b_columns_first) {
     static_assert(A::columns == B::columns && holds<A, dtype> && holds<B, dtype>);
     const uint32_t a_lane = A::by_rows(a_rows_first), b_lane = B::by_rows(b_columns_first);
-    multiply<dtype, A::columns>(
+    multiply_tiles<dtype, A::columns>(
         d,
         [&](uint32_t (&a)[Accumulators::row_tiles][4], int k) {
 #pragma unroll
@@ -64,7 +33,7 @@ __device__ __forceinline__ void multiply_rows_by_columns(Accumulators& d, uint32
                                                          uint32_t b_rows_first) {
     static_assert(A::columns == B::rows && holds<A, dtype> && holds<B, dtype>);
     const uint32_t a_lane = A::by_rows(a_rows_first), b_lane = B::by_columns(b_rows_first);
-    multiply<dtype, A::columns>(
+    multiply_tiles<dtype, A::columns>(
         d,
         [&](uint32_t (&a)[Accumulators::row_tiles][4], int k) {
 #pragma unroll
@@ -79,7 +48,7 @@ __device__ __forceinline__ void multiply_columns_by_columns(Accumulators& d, uin
                                                             uint32_t b_rows_first) {
     static_assert(A::rows == B::rows && holds<A, dtype> && holds<B, dtype>);
     const uint32_t a_lane = A::by_columns(a_columns_first), b_lane = B::by_columns(b_rows_first);
-    multiply<dtype, A::rows>(
+    multiply_tiles<dtype, A::rows>(
         d,
         [&](uint32_t (&a)[Accumulators::row_tiles][4], int k) {
 #pragma unroll
