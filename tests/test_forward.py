@@ -62,7 +62,8 @@ def test_lse_is_of_final_scores_before_dropout(device):
     q, k, v, _ = case.draw()
     _, dropped, _ = case.call(q, k, v, return_attn_probs=True)
     _, plain, _ = case.call(q, k, v, dropout_p=0.0, return_attn_probs=True)
-    assert torch.equal(dropped, plain)
+    # On a GPU these are two kernels, and one of them rounds a score before it takes the maximum off.
+    torch.testing.assert_close(dropped, plain, rtol=0 if device == "cpu" else 5e-7, atol=0)
 
 
 def test_without_probs_only_out_is_returned(device):

@@ -77,7 +77,9 @@ def test_every_head_dim_has_a_kernel(which, dtype, capability):
         pytest.skip("this build has no backward kernels at all")
     fitting = [row["head_dim"] for row in rows
                if row["shared_bytes"] <= CHIPS[capability][1] and row["from_keys"] == 0]
-    missing = [head_dim for head_dim in range(1, 257) if not any(head_dim <= most for most in fitting)]
+    # dK, dV and their operands in float32 take more than 99 KiB beyond this head dim.
+    largest = 128 if dtype == "float32" and which == "backward" and CHIPS[capability][1] < 102400 else 256
+    missing = [head_dim for head_dim in range(1, largest + 1) if not any(head_dim <= m for m in fitting)]
     assert not missing, f"{which} {dtype} on {capability / 10}: no kernel from head_dim {missing[0]} on"
 
 

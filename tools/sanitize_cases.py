@@ -38,11 +38,12 @@ FEATURES = {
     "packed": {"causal": True, **PACKED},
     "block sparse": {"causal": True},
     "unaligned": {"causal": True},
+    "many keys": {"batch": 1, "seqlen_k": 1100, "num_heads": 1, "causal": True},  # rows of their own at 64
     "split": {"batch": 1, "seqlen_q": 17, "seqlen_k": 2100, "num_heads": 1},
     "empty rows": {"causal": True, "seqlen_q": 203, "seqlen_k": 77},
 }
 REDUCED = ("racecheck",)  # the slowest: a head dim meets every other feature
-HALVES = (torch.bfloat16, torch.float16)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def cases(tool):
@@ -55,7 +56,7 @@ def cases(tool):
             continue
         if feature == "unaligned":
             head_dim, head_dim_v = head_dim - 3, head_dim_v - 7
-        dtype = HALVES[(turn // 2 + column) % 2]
+        dtype = DTYPES[(turn // 2 + column) % 3]
         name = f"{feature}, {head_dim}/{head_dim_v}, {str(dtype)[6:]}{', deterministic' if turn % 3 else ''}"
         shape = {**DENSE, **FEATURES[feature]}
         found[name] = Case(dtype, head_dim=head_dim, head_dim_v=head_dim_v, seed=turn, **shape)

@@ -9,6 +9,7 @@ among those of its head dim the first one whose blocks a multiprocessor's shared
 from dataclasses import asdict, dataclass
 
 HALVES = ("float16", "bfloat16")
+SINGLE = ("float32",)
 
 
 @dataclass(frozen=True)
@@ -39,9 +40,19 @@ class Backward:
 
 
 @dataclass(frozen=True)
+class QueryGradient:
+    """Fields and order of csrc/cuda/sm80/query_gradient.cuh's configuration."""
+
+    head_dim: int
+    query_tile: int
+    key_tile: int
+    warps: int
+
+
+@dataclass(frozen=True)
 class Row:
     engine: str
-    kernel: str  # "forward" or "backward": the source is <engine>/<kernel>.cu
+    kernel: str  # "forward", "backward" or "query_gradient": the source is <engine>/<kernel>.cu
     dtypes: tuple
     configuration: object
     from_keys: int = 0  # shorter sequences are left to the next row
@@ -57,7 +68,10 @@ class Row:
     def macros(self, dtype):
         """What the source is compiled with. In a header: nvcc loses quotes and splits commas in a -D."""
         fields = ", ".join(f".{name} = {value}" for name, value in asdict(self.configuration).items())
+        walks = [row.symbol(dtype) for row in ROWS if row.kernel == "query_gradient" and dtype in row.dtypes
+                 and row.configuration.head_dim == self.configuration.head_dim]
         return {
+            "FLASH_QUERY_GRADIENT": walks[0] if walks else "no_query_gradient",
             "FLASH_DTYPE": dtype,
             "FLASH_KERNEL_SYMBOL": self.symbol(dtype),
             "FLASH_KERNEL_NAME": f'"{self.name(dtype)}"',
@@ -66,7 +80,7 @@ class Row:
         }
 
 
-# Later rows of a head dim are for chips with less shared memory a block: 163 KiB (8.0), 99 KiB (8.6, 8.9, 12.0).
+# Later rows of a head dim are for chips with less shared memory: 163 KiB a block (8.0) or 99 (8.6, 8.9, 12.0).
 ROWS = [
     Row("sm80", "forward", HALVES, Forward(64, 128, 128, warps=4, blocks=2), from_keys=1024),
     Row("sm80", "forward", HALVES, Forward(64, 128, 64, warps=4, blocks=3)),
@@ -89,4 +103,17 @@ ROWS = [
     Row("sm80", "backward", HALVES, Backward(256, 64, 64, 8, 2, 1, score_rows=2, gradient_rows=2, dq_rows=2)),
     Row("sm80", "backward", HALVES, Backward(256, 64, 64, 8, 1, 1, score_rows=2, gradient_rows=2, dq_rows=2)),
     Row("sm80", "backward", HALVES, Backward(256, 32, 32, 4, 1, 1, score_rows=2, gradient_rows=2, dq_rows=2)),
+    Row("sm80", "forward", SINGLE, Forward(64, 64, 64, warps=4, blocks=2)),
+    Row("sm80", "forward", SINGLE, Forward(128, 64, 32, warps=4, blocks=1)),
+    Row("sm80", "forward", SINGLE, Forward(256, 32, 16, warps=2, blocks=1)),
+    Row("sm80", "backward", SINGLE, Backward(64, 32, 64, 4, 2, 1, score_rows=2, gradient_rows=4, dq_rows=2)),
+    Row("sm80", "backward", SINGLE, Backward(128, 32, 32, 4, 1, 1, score_rows=2, gradient_rows=2, dq_rows=2)),
+    Row("sm80", "backward", SINGLE, Backward(256, 32, 32, 4, 1, 1, score_rows=2, gradient_rows=2, dq_rows=2)),
+    # dQ of deterministic=True, for every head dim of the backward; 96 KiB at most.
+    *(Row("sm80", "query_gradient", HALVES, QueryGradient(head_dim, 64, 64, warps=4))
+      for head_dim in (64, 96, 128, 192)),
+    Row("sm80", "query_gradient", HALVES, QueryGradient(256, 64, 32, warps=4)),
+    Row("sm80", "query_gradient", SINGLE, QueryGradient(64, 32, 32, warps=2)),
+    Row("sm80", "query_gradient", SINGLE, QueryGradient(128, 32, 32, warps=2)),
+    Row("sm80", "query_gradient", SINGLE, QueryGradient(256, 32, 16, warps=2)),
 ]

@@ -165,17 +165,17 @@ struct Operands {
     }
 };
 
-// 16 bits: each step of 16 truncates the sum once or twice. float32: as good as multiplications and additions
-// of floats in order, which nothing but the largest products, truncated sums or sums that are truncated over
-// many steps would be.
+// 16 bits: every few terms the sum is truncated, and so are the terms. float32: about as good as multiplying
+// and adding floats in order, which without one of the products, with operands cut off instead of rounded or
+// with sums left to the tensor cores over many steps it would not be.
 template <template <int, int, int, int> class Kind, int M, int N, int K, int kWarpRows>
 bool product() {
     using Product = Kind<M, N, K, kWarpRows>;
     const std::string name = std::string(Product::name) + " " + std::to_string(M) + " x " +
                              std::to_string(N) + " x " + std::to_string(K) + ", " +
                              std::to_string(kWarpRows) + " warp rows";
-    const double steps = K / (kSingle ? 16 : 8) + 4;
-    Case largest(name, steps * 0x1p-23), mean(name + ", over floats' errors", 1);
+    const double steps = K / (kSingle ? 16 : 4) + 4;
+    Case largest(name, steps * 0x1p-23), mean(name + ", error over that of floats", 1.25);
     double squares = 0, squares_of_floats = 0;
     for (const bool positive : {false, true}) {
         const Operands<Product> operands(positive, M, N);
@@ -232,14 +232,18 @@ bool special_numbers() {
         const std::vector<float> actual = operands.multiply();
         for (int i = 0; i < M; ++i)
             for (int j = 0; j < N; ++j) {
-                double expected = operands.initial[i * N + j];
-                for (int k = 0; k < K; ++k) expected += operands.left(i, k) * operands.right(k, j);
-                if (std::fabs(expected) < 0x1p127) {
-                    // Beside a large number that cancels, what is left is no use.
-                    result.expect(std::isfinite(actual[i * N + j]));
-                    continue;
+                double expected = operands.initial[i * N + j], magnitude = std::fabs(expected);
+                for (int k = 0; k < K; ++k) {
+                    const double x = operands.left(i, k) * operands.right(k, j);
+                    expected += x;
+                    magnitude += std::fabs(x);
                 }
-                if (!std::isfinite(expected)) result.same(actual[i * N + j], expected);
+                // The largest numbers, which can't be rounded up, have 11 bits.
+                const float sum = actual[i * N + j];
+                if (!std::isfinite(expected))
+                    result.same(sum, expected);
+                else if (magnitude < 0x1p127)
+                    result.expect(std::fabs(sum - expected) <= 0x1p-9 * magnitude);
             }
     }
     return result.report();
@@ -298,7 +302,7 @@ constexpr bool (*const kCases[])() = {
     product<RowsByColumns, 32, 256, 64, 1>,
     product<ColumnsByColumns, 64, 64, 64, 2>,
     product<ColumnsByColumns, 64, 96, 64, 4>,
-    product<ColumnsByColumns, 128, 128, 32, 4>,
+    product<ColumnsByColumns, 128, 64, 32, 2>,
     product<ColumnsByColumns, 64, 192, 32, 2>,
     product<ColumnsByColumns, 32, 256, 64, 2>,
     product<RegistersByColumns, 64, 64, 64, 4>,

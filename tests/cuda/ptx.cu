@@ -1,7 +1,9 @@
 // Every function of csrc/cuda/ptx/ against a plain loop on the CPU.
+#include "../../csrc/cuda/ptx/barrier.h"
 #include "../../csrc/cuda/ptx/cp_async.h"
 #include "../../csrc/cuda/ptx/exp2.h"
 #include "../../csrc/cuda/ptx/ldmatrix.h"
+#include "../../csrc/cuda/ptx/mbarrier.h"
 #include "../../csrc/cuda/ptx/mma_sync.h"
 #include "../../csrc/cuda/ptx/reduce.h"
 #include "../../csrc/cuda/ptx/shared.h"
@@ -103,7 +105,7 @@ bool mma() {
 
 // rows[lane]: the row of shared memory whose address the lane gives.
 __global__ void load_matrices(const uint16_t* from, const int* rows, uint32_t* plain, uint32_t* transposed) {
-    __shared__ alignas(16) uint16_t memory[32][8];
+    __shared__ __align__(16) uint16_t memory[32][8];
     const int lane = threadIdx.x;
     for (int i = 0; i < 8; ++i) memory[lane][i] = from[lane * 8 + i];
     __syncwarp();
@@ -140,11 +142,12 @@ bool ldmatrix() {
     return plain.report() & transposed.report();
 }
 
-// Four groups of copies, of which all but `pending` are waited for; `to` gets what has to be there then. Kind
-// 0: 16 bytes, 1: 16 bytes where valid[i] and zeros elsewhere, 2: 4 bytes so.
+// Four groups of copies, of which all but `pending` are waited for; `to` gets what has to be there then.
+// pending -1: no groups, and all copies are waited for. Kind 0: 16 bytes, 1: 16 bytes where valid[i] and
+// zeros elsewhere, 2: 4 bytes so.
 template <int kind, int pending>
 __global__ void copy_groups(const uint32_t* from, const int* valid, uint32_t* to) {
-    __shared__ alignas(16) uint32_t memory[4][128][4];
+    __shared__ __align__(16) uint32_t memory[4][128][4];
     const int thread = threadIdx.x;
     for (int group = 0; group < 4; ++group)
         for (int i = 0; i < 4; ++i) memory[group][thread][i] = 0xffffffff;
@@ -156,10 +159,13 @@ __global__ void copy_groups(const uint32_t* from, const int* valid, uint32_t* to
         if constexpr (kind == 1) cp_async_16(address, from + place * 4, valid[place]);
         if constexpr (kind == 2)
             for (int i = 0; i < 4; ++i) cp_async_4(address + i * 4, from + place * 4 + i, valid[place]);
-        cp_async_commit();
+        if constexpr (pending >= 0) cp_async_commit();
     }
-    cp_async_wait<pending>();
-    for (int group = 0; group < 4 - pending; ++group)
+    if constexpr (pending < 0)
+        cp_async_wait_all();
+    else
+        cp_async_wait<pending>();
+    for (int group = 0; group < (pending < 0 ? 4 : 4 - pending); ++group)
         for (int i = 0; i < 4; ++i)
             to[(group * 128 + thread) * 4 + i] = load_shared_4(shared_address(&memory[group][thread][i]));
     cp_async_wait<0>();
@@ -168,7 +174,8 @@ __global__ void copy_groups(const uint32_t* from, const int* valid, uint32_t* to
 template <int kind, int pending>
 bool cp_async() {
     constexpr const char* names[] = {"16", "16 or zeros", "4 or zeros"};
-    Case result("cp_async " + std::string(names[kind]) + ", " + std::to_string(pending) + " pending", 0);
+    const std::string wait = pending < 0 ? "no groups" : std::to_string(pending) + " pending";
+    Case result("cp_async " + std::string(names[kind]) + ", " + wait, 0);
     for (int trial = 0; trial < 5; ++trial) {
         std::vector<uint32_t> numbers(2048);
         for (auto& x : numbers) x = random_bits() & 0x7fffffff;
@@ -178,15 +185,91 @@ bool cp_async() {
         const DeviceArray<int> device_valid(valid);
         copy_groups<kind, pending><<<1, 128>>>(from.data(), device_valid.data(), to.data());
         const std::vector<uint32_t> actual = to.read();
-        for (size_t i = 0; i < size_t(4 - pending) * 512; ++i)
+        for (size_t i = 0; i < size_t(pending < 0 ? 4 : 4 - pending) * 512; ++i)
             result.expect(actual[i] == (kind == 0 || valid[i / 4] ? numbers[i] : 0));
     }
     return result.report();
 }
 
+__device__ void dawdle() {
+    const long long start = clock64();
+    while (clock64() - start < 3000) continue;
+}
+
+// Two pairs of warps: in each the warps take turns to write, late, and both read what was written.
+__global__ void take_turns(uint32_t* to, int rounds) {
+    __shared__ uint32_t memory[2][32];
+    const int lane = threadIdx.x % 32, pair = threadIdx.x / 64, warp = threadIdx.x / 32 % 2;
+    for (int round = 0; round < rounds; ++round) {
+        if (warp == round % 2) {
+            dawdle();
+            store_shared(shared_address(&memory[pair][lane]), round * 64 + pair * 32 + lane);
+        }
+        barrier_of<64>(1 + pair);
+        to[round * 128 + threadIdx.x] = load_shared_4(shared_address(&memory[pair][lane]));
+        barrier_of<64>(1 + pair);
+    }
+}
+
+bool barrier() {
+    constexpr int rounds = 8;
+    const DeviceArray<uint32_t> to(rounds * 128);
+    take_turns<<<1, 128>>>(to.data(), rounds);
+    const std::vector<uint32_t> actual = to.read();
+    Case result("barrier_of", 0);
+    for (int round = 0; round < rounds; ++round)
+        for (int thread = 0; thread < 128; ++thread)
+            result.expect(actual[round * 128 + thread] ==
+                          uint32_t(round * 64 + thread / 64 * 32 + thread % 32));
+    return result.report();
+}
+
+// Tiles of 128 x 4 go through two stages. Warp 0 copies them: a stage is full when its lanes' copies are
+// done. The others, one of which is late, read them: a stage is empty when all three have.
+__global__ void pass_through_stages(const uint32_t* from, uint32_t* to, int tiles) {
+    __shared__ __align__(16) uint32_t memory[2][128][4];
+    __shared__ uint64_t full[2], empty[2];
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    if (threadIdx.x < 2) {
+        mbarrier_init(shared_address(&full[threadIdx.x]), 32);
+        mbarrier_init(shared_address(&empty[threadIdx.x]), 3);
+    }
+    __syncthreads();
+    for (int tile = 0; tile < tiles; ++tile) {
+        const int stage = tile % 2, round = tile / 2;
+        if (warp == 0) {
+            mbarrier_wait(shared_address(&empty[stage]), round % 2 ^ 1);
+            for (int row = lane; row < 128; row += 32)
+                cp_async_16(shared_address(memory[stage][row]), from + (tile * 128 + row) * 4);
+            mbarrier_arrive_behind_copies(shared_address(&full[stage]));
+            continue;
+        }
+        mbarrier_wait(shared_address(&full[stage]), round % 2);
+        if (warp - 1 == tile % 3) dawdle();
+        for (int row = (warp - 1) * 32 + lane; row < 128; row += 96)
+            for (int i = 0; i < 4; ++i)
+                to[(tile * 128 + row) * 4 + i] = load_shared_4(shared_address(&memory[stage][row][i]));
+        __syncwarp();
+        if (lane == 0) mbarrier_arrive(shared_address(&empty[stage]));
+    }
+    cp_async_wait<0>();
+}
+
+bool mbarrier() {
+    constexpr int tiles = 12;
+    std::vector<uint32_t> numbers(tiles * 512);
+    for (auto& x : numbers) x = random_bits();
+    const DeviceArray<uint32_t> from(numbers), to(numbers.size());
+    pass_through_stages<<<1, 128>>>(from.data(), to.data(), tiles);
+    const std::vector<uint32_t> actual = to.read();
+    Case result("mbarrier", 0);
+    for (size_t i = 0; i < numbers.size(); ++i) result.expect(actual[i] == numbers[i]);
+    return result.report();
+}
+
 // Stores at the lane's place, loads from its neighbour's.
 __global__ void pass_on(const uint32_t* from, uint32_t* to) {
-    __shared__ alignas(16) uint32_t memory[7][32];
+    __shared__ __align__(16) uint32_t memory[7][32];
     const int lane = threadIdx.x, other = lane ^ 1;
     const uint32_t* x = from + lane * 7;
     uint32_t* y = to + lane * 7;
@@ -275,6 +358,7 @@ constexpr bool (*const kCases[])() = {
     mma<DType::bfloat16>,
     mma<DType::float32>,
     ldmatrix,
+    cp_async<0, -1>,
     cp_async<0, 0>,
     cp_async<0, 1>,
     cp_async<0, 3>,
@@ -282,6 +366,8 @@ constexpr bool (*const kCases[])() = {
     cp_async<1, 2>,
     cp_async<2, 0>,
     cp_async<2, 1>,
+    barrier,
+    mbarrier,
     shared_memory,
     exp2,
     reduce<false>,

@@ -2,18 +2,19 @@
 #include "../any/rows.h"
 #include "../launch.h"
 #include "backward.cuh"
-#include "query_gradient.cuh"
 
 namespace flash::cuda {
+
+void FLASH_QUERY_GRADIENT(const BackwardProblem& problem, const Launch& launch);  // query_gradient.cu
+
 namespace sm80 {
 namespace {
 
 constexpr DType kDType = DType::FLASH_DTYPE;
 constexpr BackwardConfiguration kConfiguration FLASH_CONFIGURATION;
 constexpr int kThreads = kConfiguration.warps * 32;
-constexpr int64_t kSharedBytes = sizeof(BackwardShared<kConfiguration>);
-constexpr QueryGradientConfiguration kQueryWalk = query_gradient_configuration(kConfiguration.head_dim);
-constexpr int kDqBytes = kConfiguration.query_tile * kConfiguration.head_dim * 2;
+constexpr int64_t kSharedBytes = sizeof(BackwardShared<kDType, kConfiguration>);
+constexpr int kDqBytes = kConfiguration.query_tile * kConfiguration.head_dim * element_bytes(kDType);
 
 // The features need registers: where they are, fewer blocks share a multiprocessor.
 constexpr int blocks_of(Features features) {
@@ -26,14 +27,14 @@ __global__ void __launch_bounds__(kThreads, blocks_of(features))
     attention_backward(const __grid_constant__ BackwardProblem problem,
                        const __grid_constant__ RowTiling tiling, float* dq_sums) {
     extern __shared__ __align__(128) char memory[];
-    auto& shared = *reinterpret_cast<BackwardShared<kConfiguration>*>(memory);
+    auto& shared = *reinterpret_cast<BackwardShared<kDType, kConfiguration>*>(memory);
     const RowTile tile = tiling(blockIdx.x, problem.forward, false);
     if (tile.rows.empty()) return;
     BackwardTile<kDType, kConfiguration, features> work(problem, shared, dq_sums);
     work.load_keys(tile);
     if (threadIdx.x == 0) {
         work.start_barriers();
-        BackwardPlan<kConfiguration>(problem, shared, dq_sums).start(tile);
+        BackwardPlan<kDType, kConfiguration>(problem, shared, dq_sums).start(tile);
     }
     __syncthreads();
     work.run();
@@ -46,20 +47,6 @@ __global__ void __launch_bounds__(kThreads)
     const RowTile tile = tiling(blockIdx.x, problem.forward, false);
     if (tile.rows.empty()) return;
     DqFinish<kDType, kConfiguration>::run(problem, tile, dq_sums, memory);
-}
-
-template <Features features>
-__global__ void __launch_bounds__(kQueryWalk.warps * 32, 1)
-    query_gradient(const __grid_constant__ BackwardProblem problem,
-                   const __grid_constant__ RowTiling tiling) {
-    extern __shared__ __align__(128) char memory[];
-    auto& shared = *reinterpret_cast<QueryGradientShared<kQueryWalk>*>(memory);
-    const RowTile tile = tiling(blockIdx.x, problem.forward, true);
-    if (tile.rows.empty()) return;
-    if (threadIdx.x == 0)
-        shared.plan.make(problem.forward, tile, {0, 1, nullptr, nullptr}, kQueryWalk.key_tile);
-    __syncthreads();
-    QueryGradientTile<kDType, kQueryWalk, features>(problem, shared).run();
 }
 
 int64_t workspace_bytes(const BackwardProblem& problem) {
@@ -86,9 +73,7 @@ void launch_features(const BackwardProblem& problem, const Launch& launch) {
         launch_kernel(FLASH_KERNEL_NAME, finish_dq, queries.count(), kThreads, kDqBytes, launch, whole,
                       queries, dq_sums);
     } else {
-        const RowTiling queries = RowTiling::of_queries(problem.forward, kQueryWalk.query_tile);
-        launch_kernel(FLASH_KERNEL_NAME, query_gradient<features>, queries.count(), kQueryWalk.warps * 32,
-                      sizeof(QueryGradientShared<kQueryWalk>), launch, problem, queries);
+        FLASH_QUERY_GRADIENT(problem, launch);
     }
 }
 

@@ -54,8 +54,9 @@ struct DqSums {
 };
 
 // What the block needs of one query head of the group.
+template <DType dtype>
 struct BackwardHead {
-    HeadRows<const uint16_t> queries, douts;
+    HeadRows<const Bits<dtype>> queries, douts;
     const float *lse, *delta;  // of the sequence's first query
     float* dq;                 // sums of the sequence's first query tile
     ScoreTransform<GpuMath> transform;
@@ -63,14 +64,14 @@ struct BackwardHead {
     SchedulePlace start;
 };
 
-template <BackwardConfiguration c>
+template <DType dtype, BackwardConfiguration c>
 struct BackwardShared {
-    alignas(128) char k[c.key_tile * c.head_dim * 2];  // at the end dK
-    alignas(128) char v[c.key_tile * c.head_dim * 2];  // at the end dV
-    alignas(128) char q[c.stages][c.query_tile * c.head_dim * 2];
-    alignas(128) char dout[c.stages][c.query_tile * c.head_dim * 2];
-    alignas(128) char p[c.query_tile * c.key_tile * 2];
-    alignas(128) char ds[c.query_tile * c.key_tile * 2];
+    alignas(128) char k[c.key_tile * c.head_dim * element_bytes(dtype)];  // at the end dK
+    alignas(128) char v[c.key_tile * c.head_dim * element_bytes(dtype)];  // at the end dV
+    alignas(128) char q[c.stages][c.query_tile * c.head_dim * element_bytes(dtype)];
+    alignas(128) char dout[c.stages][c.query_tile * c.head_dim * element_bytes(dtype)];
+    alignas(128) char p[c.query_tile * c.key_tile * element_bytes(dtype)];
+    alignas(128) char ds[c.query_tile * c.key_tile * element_bytes(dtype)];
     alignas(16) float lse[c.stages][c.query_tile];
     alignas(16) float delta[c.stages][c.query_tile];
     uint64_t full[c.stages], left, ready;            // mbarriers
@@ -80,15 +81,15 @@ struct BackwardShared {
     // Thread 0's plan.
     RowTile tile;
     Mask mask;
-    int group;              // query heads to visit; 0 for keys that belong to nobody
-    BackwardHead heads[2];  // of head i at i % 2
+    int group;                     // query heads to visit; 0 for keys that belong to nobody
+    BackwardHead<dtype> heads[2];  // of head i at i % 2
     SchedulePlace warps[c.warps];
 };
 
-template <BackwardConfiguration c>
+template <DType dtype, BackwardConfiguration c>
 class BackwardPlan {
   public:
-    __device__ BackwardPlan(const BackwardProblem& problem, BackwardShared<c>& shared, float* dq_sums)
+    __device__ BackwardPlan(const BackwardProblem& problem, BackwardShared<dtype, c>& shared, float* dq_sums)
         : problem_(problem), shared_(shared), dq_sums_(dq_sums) {}
 
     __device__ void start(const RowTile& tile) const {
@@ -102,7 +103,7 @@ class BackwardPlan {
     // Describes head i of the group; nobody may be reading head i - 2.
     __device__ void start_head(int i) const {
         const ForwardProblem& problem = problem_.forward;
-        BackwardHead& out = shared_.heads[i % 2];
+        BackwardHead<dtype>& out = shared_.heads[i % 2];
         const RowTile& tile = shared_.tile;
         const int64_t head = tile.head * tile.group + i;
         const int64_t first_query = tile.sequence.first_query_row;
@@ -127,7 +128,7 @@ class BackwardPlan {
 
   private:
     const BackwardProblem& problem_;
-    BackwardShared<c>& shared_;
+    BackwardShared<dtype, c>& shared_;
     float* dq_sums_;
 };
 
@@ -135,15 +136,15 @@ template <DType dtype, BackwardConfiguration c, Features features>
 class BackwardTile {
   public:
     // dq_sums == nullptr: dQ comes from the walk by queries (query_gradient.cuh).
-    __device__ BackwardTile(const BackwardProblem& problem, BackwardShared<c>& shared, float* dq_sums)
+    __device__ BackwardTile(const BackwardProblem& problem, BackwardShared<dtype, c>& shared, float* dq_sums)
         : problem_(problem), shared_(shared), plan_(problem, shared, dq_sums), with_dq_(dq_sums != nullptr) {}
 
     // Needs no plan: the copies run while thread 0 makes it.
     __device__ __forceinline__ void load_keys(const RowTile& tile) {
         const ForwardProblem& problem = problem_.forward;
         const int64_t first = tile.sequence.first_key_row;
-        const HeadRows<const uint16_t> k(problem.k, tile.batch, first, tile.head, problem.head_dim);
-        const HeadRows<const uint16_t> v(problem.v, tile.batch, first, tile.head, problem.head_dim_v);
+        const HeadRows<const Bits<dtype>> k(problem.k, tile.batch, first, tile.head, problem.head_dim);
+        const HeadRows<const Bits<dtype>> v(problem.v, tile.batch, first, tile.head, problem.head_dim_v);
         load_tile<threads, KeyTile>(address(shared_.k), k, tile.first, tile.rows);
         load_tile<threads, KeyTile>(address(shared_.v), v, tile.first, tile.rows);
     }
@@ -165,7 +166,7 @@ class BackwardTile {
         for (int i = 0; i < shared_.group; ++i) {
             __syncthreads();  // head i is described, and everybody has left head i - 1
             if (threadIdx.x == 0 && i + 1 < shared_.group) plan_.start_head(i + 1);
-            const BackwardHead& head = shared_.heads[i % 2];
+            const BackwardHead<dtype>& head = shared_.heads[i % 2];
             TileWalk<c.query_tile> walk(shared_.warps[warp()], head.start);
             load_queries(head, walk, tile);
             while (walk.more()) {
@@ -198,9 +199,9 @@ class BackwardTile {
     static constexpr int threads = c.warps * 32;
     static constexpr int score_columns = c.warps / c.score_rows, gradient_columns = c.warps / c.gradient_rows,
                          dq_columns = c.warps / c.dq_rows;
-    using KeyTile = SmemTile<c.key_tile, c.head_dim>;
-    using QueryTile = SmemTile<c.query_tile, c.head_dim>;
-    using ScoreTile = SmemTile<c.query_tile, c.key_tile>;
+    using KeyTile = SmemTile<c.key_tile, c.head_dim, element_bytes(dtype)>;
+    using QueryTile = SmemTile<c.query_tile, c.head_dim, element_bytes(dtype)>;
+    using ScoreTile = SmemTile<c.query_tile, c.key_tile, element_bytes(dtype)>;
     using Scores = Fragment<c.query_tile / c.score_rows, c.key_tile / score_columns>;
     using Gradient = Fragment<c.key_tile / c.gradient_rows, c.head_dim / gradient_columns>;
     using Dq = Fragment<c.query_tile / c.dq_rows, c.head_dim / dq_columns>;
@@ -238,8 +239,8 @@ class BackwardTile {
         wait(shared_.full[tile % c.stages], tile / c.stages % 2);
     }
 
-    __device__ __forceinline__ void load_queries(const BackwardHead& head, const TileWalk<c.query_tile>& walk,
-                                                 uint32_t tile) {
+    __device__ __forceinline__ void load_queries(const BackwardHead<dtype>& head,
+                                                 const TileWalk<c.query_tile>& walk, uint32_t tile) {
         if (!walk.more()) return;
         const int stage = tile % c.stages;
         const Interval seen = walk.seen(shared_.warps[warp()]);
@@ -268,7 +269,7 @@ class BackwardTile {
         return clear_bad_rows<dtype, threads, KeyTile>(shared_.bad_keys, address(shared_.k));
     }
 
-    __device__ __forceinline__ void differentiate_scores(const BackwardHead& head, const Part& part,
+    __device__ __forceinline__ void differentiate_scores(const BackwardHead<dtype>& head, const Part& part,
                                                          uint32_t tile) {
         const int row = warp() / score_columns * Scores::row_tiles * 16;
         const int column = warp() % score_columns * Scores::column_tiles * 8;
@@ -348,7 +349,7 @@ class BackwardTile {
                                                                  operand(shared_.q[stage]));
     }
 
-    __device__ __forceinline__ void add_dq(const BackwardHead& head, Position query) const {
+    __device__ __forceinline__ void add_dq(const BackwardHead<dtype>& head, Position query) const {
         constexpr int rows = Dq::row_tiles * 16, columns = Dq::column_tiles * 8;
         const int row = warp() / dq_columns * rows, column = warp() % dq_columns * columns;
         Dq dq;
@@ -391,15 +392,15 @@ class BackwardTile {
         store_fragment<dtype, KeyTile>(address(shared_.v), dv_, row, column);
         __syncthreads();
         const int64_t first = tile.sequence.first_key_row;
-        const HeadRows<uint16_t> dk(problem_.dk, tile.batch, first, tile.head, problem.head_dim);
-        const HeadRows<uint16_t> dv(problem_.dv, tile.batch, first, tile.head, problem.head_dim_v);
+        const HeadRows<Bits<dtype>> dk(problem_.dk, tile.batch, first, tile.head, problem.head_dim);
+        const HeadRows<Bits<dtype>> dv(problem_.dv, tile.batch, first, tile.head, problem.head_dim_v);
         store_tile<threads, KeyTile>(dk, address(shared_.k), tile.first, tile.rows);
         store_tile<threads, KeyTile>(dv, address(shared_.v), tile.first, tile.rows);
     }
 
     const BackwardProblem& problem_;
-    BackwardShared<c>& shared_;
-    BackwardPlan<c> plan_;
+    BackwardShared<dtype, c>& shared_;
+    BackwardPlan<dtype, c> plan_;
     bool with_dq_, bad_keys_ = false;
     Gradient dk_, dv_;
 };
@@ -438,14 +439,14 @@ class DqFinish {
         store_fragment<dtype, QueryTile>(address, dq, warp / dq_columns * Dq::row_tiles * 16,
                                          warp % dq_columns * Dq::column_tiles * 8);
         __syncthreads();
-        const HeadRows<uint16_t> out(problem.dq, tile.unowned ? 0 : tile.batch, tile.sequence.first_query_row,
-                                     tile.head, forward.head_dim);
+        const HeadRows<Bits<dtype>> out(problem.dq, tile.unowned ? 0 : tile.batch,
+                                        tile.sequence.first_query_row, tile.head, forward.head_dim);
         store_tile<threads, QueryTile>(out, address, tile.first, tile.rows);
     }
 
   private:
     static constexpr int threads = c.warps * 32;
-    using QueryTile = SmemTile<c.query_tile, c.head_dim>;
+    using QueryTile = SmemTile<c.query_tile, c.head_dim, element_bytes(dtype)>;
     using Dq = Fragment<c.query_tile / c.dq_rows, c.head_dim / (c.warps / c.dq_rows)>;
 };
 

@@ -3,6 +3,7 @@
 // caller to make NaN what really depends on them.
 #pragma once
 
+#include "../ptx/barrier.h"
 #include "../tile/element.h"
 #include "../tile/smem_tile.h"
 #include "loader.cuh"
@@ -13,13 +14,17 @@ namespace flash::cuda::sm80 {
 template <DType dtype, int kThreads, class Tile>
 __device__ __forceinline__ bool has_bad_element(uint32_t tile) {
     // Adding 1 to an exponent of all ones carries into the sign's place.
-    constexpr uint32_t exponent = dtype == DType::bfloat16 ? 0x7f807f80 : 0x7c007c00;
-    constexpr uint32_t one = dtype == DType::bfloat16 ? 0x00800080 : 0x04000400;
+    constexpr uint32_t exponent = dtype == DType::float32    ? 0x7f800000
+                                  : dtype == DType::bfloat16 ? 0x7f807f80
+                                                             : 0x7c007c00;
+    constexpr uint32_t one = dtype == DType::float32    ? 0x00800000
+                             : dtype == DType::bfloat16 ? 0x00800080
+                                                        : 0x04000400;
     uint32_t carries = 0;
 #pragma unroll 4
     for (int i = threadIdx.x * 16; i < Tile::bytes; i += kThreads * 16) {
         const uint4 x = load_shared_16(tile + i);
-        for (const uint32_t pair : {x.x, x.y, x.z, x.w}) carries |= (pair & exponent) + one;
+        for (const uint32_t word : {x.x, x.y, x.z, x.w}) carries |= (word & exponent) + one;
     }
     return (carries & 0x80008000) != 0;
 }
@@ -40,15 +45,17 @@ __device__ __forceinline__ void clear_bad_elements(uint32_t tile, uint32_t* bad_
         }
 }
 
-// All of the block's kThreads threads; the tiles, which share their rows, are whole on entry and on return.
-// bad_rows: a bit each; defined only if the result, the same for all threads, is true.
+// All of the block's kThreads threads, which may come from different places of a kernel; the tiles, which
+// share their rows, are whole on entry and on return. bad_rows: a bit each; defined only if the result, the
+// same for all threads, is true.
 template <DType dtype, int kThreads, class Tile, class... Addresses>
 __device__ __forceinline__ bool clear_bad_rows(uint32_t* bad_rows, Addresses... tiles) {
-    if (!__syncthreads_or((has_bad_element<dtype, kThreads, Tile>(tiles) | ...))) return false;
+    constexpr int name = 8;  // of the barrier: no other one's
+    if (!barrier_or<kThreads>(name, (has_bad_element<dtype, kThreads, Tile>(tiles) | ...))) return false;
     for (int i = threadIdx.x; i < (Tile::rows + 31) / 32; i += kThreads) bad_rows[i] = 0;
-    __syncthreads();
+    barrier_of<kThreads>(name);
     (clear_bad_elements<dtype, kThreads, Tile>(tiles, bad_rows), ...);
-    __syncthreads();
+    barrier_of<kThreads>(name);
     return true;
 }
 

@@ -7,8 +7,9 @@ namespace flash::cuda {
 namespace sm80 {
 namespace {
 
+constexpr DType kDType = DType::FLASH_DTYPE;
 constexpr ForwardConfiguration kConfiguration FLASH_CONFIGURATION;
-constexpr int64_t kSharedBytes = sizeof(ForwardShared<kConfiguration>);
+constexpr int64_t kSharedBytes = sizeof(ForwardShared<kDType, kConfiguration>);
 
 // The features need registers: where they are, fewer blocks share a multiprocessor.
 constexpr int blocks_of(Features features) {
@@ -23,11 +24,11 @@ __global__ void __launch_bounds__(kConfiguration.warps * 32, blocks_of(features)
                       const __grid_constant__ float score_unit, const __grid_constant__ double natural,
                       float* __restrict__ partial) {
     extern __shared__ __align__(128) char memory[];
-    auto& shared = *reinterpret_cast<ForwardShared<kConfiguration>*>(memory);
+    auto& shared = *reinterpret_cast<ForwardShared<kDType, kConfiguration>*>(memory);
     const uint32_t index = splits == 1 ? blockIdx.x : blockIdx.x / uint32_t(splits);
     const RowTile tile = tiling(index, problem, true);
     if (tile.rows.empty()) return;
-    ForwardTile<DType::FLASH_DTYPE, kConfiguration, features> work(problem, shared, score_unit, natural);
+    ForwardTile<kDType, kConfiguration, features> work(problem, shared, score_unit, natural);
     work.load_first(tile, splits);
     if (threadIdx.x == 0) {
         work.start_barriers();

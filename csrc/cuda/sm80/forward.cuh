@@ -1,17 +1,14 @@
 // FlashAttention forward (docs/algorithm.md) with mma.sync. One block owns a tile of queries of one head and
 // walks the key tiles that its schedule lists. With columns = 1 each warp owns query_tile / warps of the
-// rows, from the scores to the output, so no warp ever waits for another one's numbers:
+// rows, from the scores to the output, so that no warp needs another one's numbers:
 //
 //     Q     query_tile x head_dim    shared, stays              S, P  registers: what one product leaves
-//     K, V  key_tile x head_dim      shared, the next ones            is the next one's operand
-//                                    load while these are used  O     registers, until the end
+//     K, V  key_tile x head_dim      shared, in two stages            is the next one's operand
+//                                    (key_stages.cuh)           O     registers, until the end
 //
 // With columns = 2 (large head dims, where reading K and V from shared memory is the limit) two warps share
 // twice as many rows: each computes S for half of the keys, P goes through shared memory, and each computes O
 // for half of the head dim.
-//
-// One barrier a tile: behind it K and V are whole and everybody has left the other stage, which is filled
-// with the next ones.
 //
 // A row's maximum only has to keep the exponentials within range, so it need not follow every tile: where no
 // score is hidden the exponentials are taken relative to the maximum so far, and their sum, which is needed
@@ -21,12 +18,10 @@
 
 #include "../../attention/online_softmax.h"
 #include "../ptx/barrier.h"
-#include "../ptx/mbarrier.h"
 #include "../tile/gpu_math.h"
 #include "../tile/warp_product.h"
 #include "finite.cuh"
-#include "loader.cuh"
-#include "query_plan.cuh"
+#include "key_stages.cuh"
 #include "score_gradient.cuh"
 
 namespace flash::cuda::sm80 {
@@ -35,19 +30,15 @@ struct ForwardConfiguration {
     int head_dim, query_tile, key_tile, warps, blocks, columns;
 };
 
-template <ForwardConfiguration c>
+template <DType dtype, ForwardConfiguration c>
 struct ForwardShared {
-    alignas(128) char q[c.query_tile * c.head_dim * 2];  // at the end O
-    struct Stage {
-        alignas(128) char k[c.key_tile * c.head_dim * 2];
-        alignas(128) char v[c.key_tile * c.head_dim * 2];
-    } stages[2];
-    uint64_t full[2], empty[2];  // mbarriers of the stages
-    alignas(128) char p[c.columns > 1 ? c.query_tile * c.key_tile * 2 : 16];
+    alignas(128) char q[c.query_tile * c.head_dim * element_bytes(dtype)];  // at the end O
+    KeyStages<dtype, c.key_tile, c.head_dim> keys;
+    alignas(128) char p[c.columns > 1 ? c.query_tile * c.key_tile * element_bytes(dtype) : 16];
     float exchange[c.warps][c.columns > 1 ? c.query_tile * c.columns / c.warps : 1];
     bool beyond[c.warps];
-    uint32_t bad_keys[c.key_tile / 32];  // keys whose value is not finite, a bit each
-    QueryPlan<c.warps> plan;
+    uint32_t bad_keys[(c.key_tile + 31) / 32];  // keys whose value is not finite, a bit each
+    QueryPlan<dtype, c.warps> plan;
 };
 
 template <DType dtype, ForwardConfiguration c, Features features>
@@ -55,64 +46,29 @@ class ForwardTile {
   public:
     // score_unit: from a dot product to a score in log 2, where no feature does more. natural: one unit of a
     // score in natural units.
-    __device__ ForwardTile(const ForwardProblem& problem, ForwardShared<c>& shared, const float& score_unit,
-                           const double& natural)
+    __device__ ForwardTile(const ForwardProblem& problem, ForwardShared<dtype, c>& shared,
+                           const float& score_unit, const double& natural)
         : problem_(problem), shared_(shared), score_unit_(score_unit), natural_(natural) {}
 
     // By one thread.
-    __device__ __forceinline__ void start_barriers() const {
-        for (int stage = 0; stage < 2; ++stage) {
-            mbarrier_init(of_stage(shared_.full, stage), threads);
-            mbarrier_init(of_stage(shared_.empty, stage), c.warps);
-        }
-    }
+    __device__ __forceinline__ void start_barriers() const { Pipeline::start_barriers(shared_.keys); }
 
-    // Needs no plan: the copies run while thread 0 makes it. Where the first tile of keys is easily found it
-    // is asked for as well.
+    // Needs no plan: the copies run while thread 0 makes it.
     __device__ __forceinline__ void load_first(const RowTile& tile, int splits) {
-        const Sequence& sequence = tile.sequence;
-        const HeadRows<const uint16_t> q(problem_.q, tile.unowned ? 0 : tile.batch, sequence.first_query_row,
-                                         tile.head, problem_.head_dim);
+        const HeadRows<const Bits<dtype>> q(problem_.q, tile.unowned ? 0 : tile.batch,
+                                            tile.sequence.first_query_row, tile.head, problem_.head_dim);
         load_tile<threads, QueryTile>(q_address(), q, tile.first, tile.rows);
-        if (tile.unowned || splits > 1 || problem_.key_blocks.counts) return;
-        const Mask mask(problem_, sequence);
-        const Position key = mask.keys_of(tile.rows.begin).begin;
-        if (key % c.key_tile != 0 || key + c.key_tile > mask.keys_of(tile.rows.end - 1).end) return;
-        const HeadRows<const uint16_t> k(problem_.k, tile.batch, sequence.first_key_row, tile.key_head,
-                                         problem_.head_dim);
-        const HeadRows<const uint16_t> v(problem_.v, tile.batch, sequence.first_key_row, tile.key_head,
-                                         problem_.head_dim_v);
-        const WholeTiles<threads, KeyTile> keys(k), values(v);
-        if (!keys.usable() || !values.usable()) return;
-        keys.load(k_address(), key, int(problem_.k.row_stride));
-        values.load(v_address(), key, int(problem_.v.row_stride));
-        has_first_ = true;
+        loaded_early_ = Pipeline::load_early(shared_.keys, problem_, tile, splits);
     }
 
     __device__ __forceinline__ void run() {
         out_.clear();
         TileWalk<c.key_tile> walk(shared_.plan.warp(), shared_.plan.start);
-        const WholeTiles<threads, KeyTile> keys(shared_.plan.keys), values(shared_.plan.values);
-        const auto load = [&](uint32_t tile) {
-            if (!walk.more()) return;
-            const uint32_t stage = tile % 2 * kStageBytes, k = k_address() + stage, v = v_address() + stage;
-            mbarrier_wait(of_stage(shared_.empty, tile), tile / 2 % 2 ^ 1);
-            const bool whole = walk.whole();
-            if (whole && keys.usable())
-                keys.load(k, walk.first(), int(problem_.k.row_stride));
-            else
-                load_partial(k, shared_.plan.keys, walk);
-            if (whole && values.usable())
-                values.load(v, walk.first(), int(problem_.v.row_stride));
-            else
-                load_partial(v, shared_.plan.values, walk);
-            mbarrier_arrive_behind_copies(of_stage(shared_.full, tile));
-        };
-        if (has_first_) {
-            mbarrier_arrive_behind_copies(of_stage(shared_.full, 0));
-        } else {
-            load(0);
-        }
+        const Pipeline pipeline(shared_.keys, problem_, shared_.plan);
+        if (loaded_early_)
+            pipeline.loaded_early();
+        else
+            pipeline.load(0, walk);
         if (!walk.more()) {  // O takes the place of Q, which may still be on its way
             cp_async_wait_all();
             __syncthreads();
@@ -120,26 +76,25 @@ class ForwardTile {
         uint32_t tile = 0;     // how many are done
         uint32_t too_low = 0;  // rows of the lane whose maximum was, a bit each: the tile is done again
         while (walk.more() || too_low) {
-            const uint32_t stage = tile % 2 * kStageBytes;
-            if (!too_low) mbarrier_wait(of_stage(shared_.full, tile), tile / 2 % 2);
+            if (!too_low) pipeline.wait(tile);
             const Position key = walk.first();
             const bool check_mask = walk.masked() && !too_low;
-            const Sees sees = check_mask ? what_warp_sees(walk) : Sees::all;
+            const Sees sees = check_mask ? (skips ? what_warp_sees(walk) : Sees::part) : Sees::all;
             const auto next = [&] {
                 walk.advance(shared_.plan.warp());
-                load(tile + 1);
+                pipeline.load(tile + 1, walk);
             };
             if (sees == Sees::none) {
-                exclude_bad_values(stage);  // with the other warps
+                exclude_bad_values(pipeline.v_address(tile));  // with the other warps
                 next();
-                leave(tile++);
+                pipeline.leave(tile++);
                 continue;
             }
             Scores scores;
-            multiply_qk(scores, stage);
+            multiply_qk(scores, pipeline.k_address(tile));
             transform(scores, key);
             if (sees == Sees::part) mask(scores, key, walk.seen(shared_.plan.warp()));
-            if (check_mask && exclude_bad_values(stage)) spoil_rows(scores);
+            if (check_mask && exclude_bad_values(pipeline.v_address(tile))) spoil_rows(scores);
             if (!too_low) next();
             const bool masked = sees == Sees::part;
             if (!optimistic || masked || too_low || !settled_)
@@ -158,8 +113,8 @@ class ForwardTile {
             if constexpr (!optimistic) end_block(key < 0);  // the sums are done before P V starts
 #pragma unroll
             for (int r = 0; r < Scores::rows; ++r) softmax_[r].add(sums[r]);
-            multiply_pv(p, stage);
-            leave(tile++);
+            multiply_pv(p, pipeline.v_address(tile));
+            pipeline.leave(tile++);
         }
         store();
     }
@@ -170,12 +125,12 @@ class ForwardTile {
     static constexpr int warp_rows = c.query_tile / c.warps * c.columns;
     static constexpr int warp_keys = c.key_tile / c.columns;
     static constexpr int warp_values = c.head_dim / c.columns;
-    using QueryTile = SmemTile<c.query_tile, c.head_dim>;
-    using KeyTile = SmemTile<c.key_tile, c.head_dim>;
-    using ScoreTile = SmemTile<c.query_tile, c.key_tile>;
+    using QueryTile = SmemTile<c.query_tile, c.head_dim, element_bytes(dtype)>;
+    using KeyTile = SmemTile<c.key_tile, c.head_dim, element_bytes(dtype)>;
+    using Pipeline = KeyPipeline<dtype, c.key_tile, c.head_dim, c.warps>;
+    using ScoreTile = SmemTile<c.query_tile, c.key_tile, element_bytes(dtype)>;
     using Scores = Fragment<warp_rows, warp_keys>;
     using Output = Fragment<warp_rows, warp_values>;
-    static constexpr uint32_t kStageBytes = sizeof(typename ForwardShared<c>::Stage);
 
     // Biases that grow along the keys would have every tile's scores computed twice.
     static constexpr bool optimistic = features == Features::none;
@@ -187,12 +142,6 @@ class ForwardTile {
     static constexpr float kHuge = 1 << 22;
 
     __device__ __forceinline__ uint32_t q_address() const { return shared_address(shared_.q); }
-    // Of the first stage.
-    __device__ __forceinline__ uint32_t k_address() const { return shared_address(shared_.stages[0].k); }
-    __device__ __forceinline__ uint32_t v_address() const { return shared_address(shared_.stages[0].v); }
-    __device__ __forceinline__ static uint32_t of_stage(const uint64_t (&barriers)[2], uint32_t tile) {
-        return shared_address(barriers) + tile % 2 * sizeof(uint64_t);
-    }
     __device__ __forceinline__ uint32_t p_address() const { return shared_address(shared_.p); }
     __device__ __forceinline__ static int warp() { return int(threadIdx.x) / 32; }
     __device__ __forceinline__ static int warp_row() { return warp() / c.columns * warp_rows; }
@@ -203,16 +152,10 @@ class ForwardTile {
     __device__ __forceinline__ Position query(int r) const {
         return shared_.plan.tile.first + warp_row() + Scores::row(r);
     }
-    __device__ __forceinline__ void load_partial(uint32_t tile, const HeadRows<const uint16_t>& rows,
-                                                 const TileWalk<c.key_tile>& walk) const {
-        load_tile<threads, KeyTile>(tile, rows, walk.first(), walk.seen(shared_.plan.warp()));
-    }
-
-    __device__ __forceinline__ void multiply_qk(Scores& s, uint32_t stage) const {
+    __device__ __forceinline__ void multiply_qk(Scores& s, uint32_t k) const {
         s.clear();
         const uint32_t q_lane = QueryTile::lane_rows_first(q_address()) + warp_row() * QueryTile::row_bytes;
-        const uint32_t k_lane =
-            KeyTile::lane_columns_first(k_address() + stage) + warp_key() * KeyTile::row_bytes;
+        const uint32_t k_lane = KeyTile::lane_columns_first(k) + warp_key() * KeyTile::row_bytes;
         multiply_rows_by_rows<dtype, QueryTile, KeyTile>(s, q_lane, k_lane);
     }
 
@@ -228,9 +171,9 @@ class ForwardTile {
     }
 
     template <class Operand>
-    __device__ __forceinline__ void multiply_pv(const Operand& p, uint32_t stage) {
-        const uint32_t v_lane = KeyTile::template part<warp_values>(
-            KeyTile::lane_rows_first(v_address() + stage), 0, warp_value());
+    __device__ __forceinline__ void multiply_pv(const Operand& p, uint32_t v) {
+        const uint32_t v_lane =
+            KeyTile::template part<warp_values>(KeyTile::lane_rows_first(v), 0, warp_value());
         if constexpr (c.columns == 1) {
             multiply_registers_by_columns<dtype, KeyTile>(out_, p, v_lane);
         } else {
@@ -274,12 +217,6 @@ class ForwardTile {
         // Both ends never decrease with the row.
         if (skips && last.end <= first.begin) return Sees::none;
         return last.begin <= key && first.end >= key + c.key_tile ? Sees::all : Sees::part;
-    }
-
-    // The warp is done with a tile's K and V.
-    __device__ __forceinline__ void leave(uint32_t tile) const {
-        __syncwarp();
-        if (lane_index() == 0) mbarrier_arrive(of_stage(shared_.empty, tile));
     }
 
     // From dot products to scores; without features the scale is left to exponentiate().
@@ -393,8 +330,8 @@ class ForwardTile {
 
     // In a masked tile a probability of 0 may meet a value that is not finite: such values become 0 in shared
     // memory, and keys that had one are noted. All threads of the block; true if there were any.
-    __device__ __forceinline__ bool exclude_bad_values(uint32_t stage) {
-        return clear_bad_rows<dtype, threads, KeyTile>(shared_.bad_keys, v_address() + stage);
+    __device__ __forceinline__ bool exclude_bad_values(uint32_t v) {
+        return clear_bad_rows<dtype, threads, KeyTile>(shared_.bad_keys, v);
     }
 
     // O of a row that sees such a key is NaN from here on.
@@ -461,9 +398,9 @@ class ForwardTile {
             pair_barrier();
         else
             __syncwarp();
-        const HeadRows<uint16_t> out(problem_.out, shared_.plan.tile.batch,
-                                     shared_.plan.tile.sequence.first_query_row, shared_.plan.tile.head,
-                                     problem_.head_dim_v);
+        const HeadRows<Bits<dtype>> out(problem_.out, shared_.plan.tile.batch,
+                                        shared_.plan.tile.sequence.first_query_row, shared_.plan.tile.head,
+                                        problem_.head_dim_v);
         store_tile<32 * c.columns, QueryTile, warp_rows>(out, q_address() + warp_row() * QueryTile::row_bytes,
                                                          shared_.plan.tile.first + warp_row(),
                                                          shared_.plan.tile.rows);
@@ -499,13 +436,13 @@ class ForwardTile {
     }
 
     const ForwardProblem& problem_;
-    ForwardShared<c>& shared_;
+    ForwardShared<dtype, c>& shared_;
     const float& score_unit_;
     const double& natural_;
     OnlineSoftmax<GpuMath> softmax_[Scores::rows];
     bool settled_ = false;  // every row of the warp has a maximum
     bool rounds_ = false;   // one is beyond kHuge
-    bool has_first_ = false;
+    bool loaded_early_ = false;
     Output out_;
 };
 

@@ -26,7 +26,8 @@ struct HeadRows {
           row_stride(view.row_stride),
           head_dim(int(head_dim)),
           vectors((reinterpret_cast<uintptr_t>(view.data) % 16 |
-                   (view.batch_stride | view.row_stride | view.head_stride | head_dim) % 8) == 0 &&
+                   (view.batch_stride | view.row_stride | view.head_stride | head_dim) %
+                       (16 / sizeof(Element))) == 0 &&
                   view.row_stride < 1 << 29) {}
 };
 
@@ -53,14 +54,16 @@ __device__ __forceinline__ void load_elements(uint32_t tile, const HeadRows<cons
         const Element* source = from.data + (first + row) * from.row_stride;
 #pragma unroll 1
         for (int panel = 0; panel < Tile::panels; ++panel) {
-            uint32_t pairs[4] = {0, 0, 0, 0};
+            constexpr int elements = Tile::chunk_elements, in_word = elements / 4;
+            uint32_t words[4] = {0, 0, 0, 0};
 #pragma unroll
-            for (int i = 0; i < 8; ++i) {
-                const int column = panel * Tile::panel + Threads::chunk() * 8 + i;
-                if (valid && column < from.head_dim) pairs[i / 2] |= uint32_t(source[column]) << i % 2 * 16;
+            for (int i = 0; i < elements; ++i) {
+                const int column = panel * Tile::panel + Threads::chunk() * elements + i;
+                if (valid && column < from.head_dim)
+                    words[i / in_word] |= uint32_t(source[column]) << i % in_word * 16;
             }
             store_shared(tile + Tile::offset(row, panel, Threads::chunk()),
-                         make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]));
+                         make_uint4(words[0], words[1], words[2], words[3]));
         }
     }
     __threadfence_block();  // whoever waits for this thread's copies sees these as well
@@ -74,7 +77,7 @@ class WholeTiles {
     template <class Element>
     __device__ __forceinline__ explicit WholeTiles(const HeadRows<const Element>& rows)
         : source_(reinterpret_cast<const char*>(rows.data + Threads::first_row() * rows.row_stride +
-                                                Threads::chunk() * 8)),
+                                                Threads::chunk() * Tile::chunk_elements)),
           usable_(Tile::rows % Threads::row_step == 0 && rows.vectors && rows.head_dim == Tile::columns) {}
 
     __device__ __forceinline__ bool usable() const { return usable_; }
@@ -83,7 +86,8 @@ class WholeTiles {
     __device__ __forceinline__ void load(uint32_t tile, Position first, int row_stride) const {
         static_assert(Threads::row_step % 8 == 0);  // so that one step's permutation serves all
         const uint32_t place = tile + Tile::offset(Threads::first_row(), 0, Threads::chunk());
-        const int64_t row_bytes = int64_t(row_stride) * 2, step_bytes = row_bytes * Threads::row_step;
+        const int64_t row_bytes = int64_t(row_stride) * Tile::element_bytes,
+                      step_bytes = row_bytes * Threads::row_step;
         const char* source = source_ + first * row_bytes;
 #pragma unroll
         for (int step = 0; step < Threads::steps; ++step, source += step_bytes)
@@ -116,7 +120,7 @@ __device__ __forceinline__ void load_tile(uint32_t tile, const HeadRows<const El
         whole.load(tile, first, int(from.row_stride));
         return;
     }
-    const int row0 = Threads::first_row(), chunk = Threads::chunk(), column0 = chunk * 8;
+    const int row0 = Threads::first_row(), chunk = Threads::chunk(), column0 = chunk * Tile::chunk_elements;
     const uint32_t place = tile + Tile::offset(row0, 0, chunk);
     const Element* source = from.data + (first + row0) * from.row_stride + column0;
     const int64_t row_step = Threads::row_step * from.row_stride;
@@ -141,7 +145,7 @@ template <int kThreads, class Tile, int kRows = Tile::rows, class Element>
 __device__ __forceinline__ void store_tile(const HeadRows<Element>& to, uint32_t tile, Position first,
                                            Interval written) {
     using Threads = TileThreads<Tile, kThreads>;
-    const int row0 = Threads::first_row(), chunk = Threads::chunk(), column0 = chunk * 8;
+    const int row0 = Threads::first_row(), chunk = Threads::chunk(), column0 = chunk * Tile::chunk_elements;
     Element* target = to.data + (first + row0) * to.row_stride + column0;
     if (to.vectors) {
 #pragma unroll
@@ -163,11 +167,13 @@ __device__ __forceinline__ void store_tile(const HeadRows<Element>& to, uint32_t
 #pragma unroll 1
         for (int panel = 0; panel < Tile::panels; ++panel) {
             const uint4 x = load_shared_16(tile + Tile::offset(row, panel, chunk));
-            const uint32_t pairs[4] = {x.x, x.y, x.z, x.w};
+            const uint32_t words[4] = {x.x, x.y, x.z, x.w};
+            constexpr int elements = Tile::chunk_elements, in_word = elements / 4;
 #pragma unroll
-            for (int i = 0; i < 8; ++i) {
+            for (int i = 0; i < elements; ++i) {
                 const int column = panel * Tile::panel + i;
-                if (column0 + column < to.head_dim) target[column] = Element(pairs[i / 2] >> i % 2 * 16);
+                if (column0 + column < to.head_dim)
+                    target[column] = Element(words[i / in_word] >> i % in_word * 16);
             }
         }
     }

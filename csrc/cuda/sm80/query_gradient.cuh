@@ -14,27 +14,22 @@ struct QueryGradientConfiguration {
     int head_dim, query_tile, key_tile, warps;
 };
 
-// 96 KiB at most, so that every chip can hold one block.
-constexpr QueryGradientConfiguration query_gradient_configuration(int head_dim) {
-    return {head_dim, 64, head_dim > 192 ? 32 : 64, 4};
-}
-
-template <QueryGradientConfiguration c>
+template <DType dtype, QueryGradientConfiguration c>
 struct QueryGradientShared {
-    alignas(128) char q[c.query_tile * c.head_dim * 2];  // at the end dQ
-    alignas(128) char dout[c.query_tile * c.head_dim * 2];
-    alignas(128) char k[c.key_tile * c.head_dim * 2];
-    alignas(128) char v[c.key_tile * c.head_dim * 2];
+    alignas(128) char q[c.query_tile * c.head_dim * element_bytes(dtype)];  // at the end dQ
+    alignas(128) char dout[c.query_tile * c.head_dim * element_bytes(dtype)];
+    alignas(128) char k[c.key_tile * c.head_dim * element_bytes(dtype)];
+    alignas(128) char v[c.key_tile * c.head_dim * element_bytes(dtype)];
     float lse[c.query_tile], delta[c.query_tile];
-    uint32_t bad_keys[c.key_tile / 32];
-    QueryPlan<c.warps> plan;
+    uint32_t bad_keys[(c.key_tile + 31) / 32];
+    QueryPlan<dtype, c.warps> plan;
 };
 
 template <DType dtype, QueryGradientConfiguration c, Features features>
 class QueryGradientTile {
   public:
     // shared.plan is made.
-    __device__ QueryGradientTile(const BackwardProblem& problem, QueryGradientShared<c>& shared)
+    __device__ QueryGradientTile(const BackwardProblem& problem, QueryGradientShared<dtype, c>& shared)
         : problem_(problem), shared_(shared) {}
 
     __device__ __forceinline__ void run() {
@@ -59,8 +54,8 @@ class QueryGradientTile {
   private:
     static constexpr int threads = c.warps * 32;
     static constexpr int warp_rows = c.query_tile / c.warps;
-    using QueryTile = SmemTile<c.query_tile, c.head_dim>;
-    using KeyTile = SmemTile<c.key_tile, c.head_dim>;
+    using QueryTile = SmemTile<c.query_tile, c.head_dim, element_bytes(dtype)>;
+    using KeyTile = SmemTile<c.key_tile, c.head_dim, element_bytes(dtype)>;
     using Scores = Fragment<warp_rows, c.key_tile>;
 
     __device__ __forceinline__ static int warp_row() { return int(threadIdx.x) / 32 * warp_rows; }
@@ -69,8 +64,8 @@ class QueryGradientTile {
         const RowTile& tile = shared_.plan.tile;
         const ForwardProblem& problem = problem_.forward;
         const int64_t batch = tile.unowned ? 0 : tile.batch, first = tile.sequence.first_query_row;
-        const HeadRows<const uint16_t> q(problem.q, batch, first, tile.head, problem.head_dim);
-        const HeadRows<const uint16_t> dout(problem_.dout, batch, first, tile.head, problem.head_dim_v);
+        const HeadRows<const Bits<dtype>> q(problem.q, batch, first, tile.head, problem.head_dim);
+        const HeadRows<const Bits<dtype>> dout(problem_.dout, batch, first, tile.head, problem.head_dim_v);
         load_tile<threads, QueryTile>(shared_address(shared_.q), q, tile.first, tile.rows);
         load_tile<threads, QueryTile>(shared_address(shared_.dout), dout, tile.first, tile.rows);
         cp_async_commit();
@@ -138,13 +133,13 @@ class QueryGradientTile {
         __syncthreads();  // Q may still be on its way where there was no key
         store_fragment<dtype, QueryTile>(shared_address(shared_.q), dq_, warp_row(), 0);
         __syncthreads();
-        const HeadRows<uint16_t> dq(problem_.dq, tile.unowned ? 0 : tile.batch, tile.sequence.first_query_row,
-                                    tile.head, problem_.forward.head_dim);
+        const HeadRows<Bits<dtype>> dq(problem_.dq, tile.unowned ? 0 : tile.batch,
+                                       tile.sequence.first_query_row, tile.head, problem_.forward.head_dim);
         store_tile<threads, QueryTile>(dq, shared_address(shared_.q), tile.first, tile.rows);
     }
 
     const BackwardProblem& problem_;
-    QueryGradientShared<c>& shared_;
+    QueryGradientShared<dtype, c>& shared_;
     Fragment<warp_rows, c.head_dim> dq_;
 };
 

@@ -25,10 +25,10 @@ struct Split {
     }
 };
 
-template <int kWarps>
+template <DType dtype, int kWarps>
 struct QueryPlan {
     RowTile tile;
-    HeadRows<const uint16_t> keys, values;
+    HeadRows<const Bits<dtype>> keys, values;
     Split split;
     Mask mask;
     ScoreTransform<GpuMath> transform;

@@ -5,6 +5,7 @@
 #include <cuda_fp16.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "../../problem.h"
 
@@ -13,6 +14,10 @@ namespace flash::cuda {
 constexpr int element_bytes(DType dtype) {
     return dtype == DType::float64 ? 8 : dtype == DType::float32 ? 4 : 2;
 }
+
+// An element as it lies in memory.
+template <DType dtype>
+using Bits = std::conditional_t<element_bytes(dtype) == 4, uint32_t, uint16_t>;
 
 // Two floats rounded to nearest; `low` goes to the lower half, which is the lower column.
 template <DType dtype>

@@ -7,10 +7,11 @@
 //     32 bits, panel of 32   chunk ^ 2 f(row),       four rows, two neighbouring chunks of each: 8 columns
 //                            f = row % 4 ^ row / 4 % 2
 //
-// 32-bit accesses are those of mma.m16n8k8 (warp_product.h) with g = lane / 4 and t = lane % 4. By rows a
-// lane reads 8 bytes of row g and half a warp is served at once: rows 0-3 or 4-7, where f is 0 1 2 3 or 1 0
-// 3 2. By columns it reads 4 bytes of row 2t or 2t + 1: rows 0 2 4 6 or 1 3 5 7, where f is 0 2 1 3 or 1 3
-// 0 2. Four times 32 bytes in four places either way.
+// 32-bit accesses are those of mma.m16n8k8 (smem_tile.h) with g = lane / 4 and t = lane % 4, four times 32
+// bytes at once, in four places:
+//
+//     by rows      8 bytes a lane of row g, half a warp    rows 0 1 2 3: f 0 1 2 3    rows 4 5 6 7: f 1 0 3 2
+//     by columns   4 bytes of row 2t, or of row 2t + 1     rows 0 2 4 6: f 0 2 1 3    rows 1 3 5 7: f 1 3 0 2
 //
 // A lane's address is made once: the permutation of (row0 + r, column0 + c) for row0 a multiple of 8 and
 // column0 a multiple of 16 (32 bits: of 8) is that of (r, c) exclusive-or a constant.

@@ -1,0 +1,114 @@
+// The way of one head's keys and values into a block: two stages in shared memory, of which one is filled
+// with the next tile while the other one is used. A stage is filled when all warps have left it; the warps of
+// a block do not meet otherwise, so they drift apart, and some multiply while others take exponentials.
+#pragma once
+
+#include "../ptx/mbarrier.h"
+#include "query_plan.cuh"
+
+namespace flash::cuda::sm80 {
+
+template <DType dtype, int kRows, int kColumns>
+struct KeyStages {
+    static constexpr int bytes = kRows * kColumns * element_bytes(dtype);
+    struct Stage {
+        alignas(128) char k[bytes];
+        alignas(128) char v[bytes];
+    } stages[2];
+    uint64_t full[2], empty[2];  // mbarriers
+};
+
+// Every thread of the block has one; tiles are counted from 0 in the order in which they are visited.
+template <DType dtype, int kRows, int kColumns, int kWarps>
+class KeyPipeline {
+  public:
+    using Stages = KeyStages<dtype, kRows, kColumns>;
+    using Plan = QueryPlan<dtype, kWarps>;
+    using Tile = SmemTile<kRows, kColumns, element_bytes(dtype)>;
+    static constexpr int threads = kWarps * 32;
+
+    // By one thread, before a __syncthreads.
+    __device__ static void start_barriers(const Stages& shared) {
+        for (int stage = 0; stage < 2; ++stage) {
+            mbarrier_init(of_tile(shared.full, stage), threads);
+            mbarrier_init(of_tile(shared.empty, stage), kWarps);
+        }
+    }
+
+    // Asks for the first tile where it is easily found, so that its copies run while the plan is made. True
+    // if it did.
+    __device__ __forceinline__ static bool load_early(const Stages& shared, const ForwardProblem& problem,
+                                                      const RowTile& tile, int splits) {
+        if (tile.unowned || splits > 1 || problem.key_blocks.counts) return false;
+        const Mask mask(problem, tile.sequence);
+        const Position key = mask.keys_of(tile.rows.begin).begin;
+        if (key % kRows != 0 || key + kRows > mask.keys_of(tile.rows.end - 1).end) return false;
+        const int64_t first = tile.sequence.first_key_row;
+        const HeadRows<const Bits<dtype>> k(problem.k, tile.batch, first, tile.key_head, problem.head_dim);
+        const HeadRows<const Bits<dtype>> v(problem.v, tile.batch, first, tile.key_head, problem.head_dim_v);
+        const WholeTiles<threads, Tile> keys(k), values(v);
+        if (!keys.usable() || !values.usable()) return false;
+        keys.load(shared_address(shared.stages[0].k), key, int(problem.k.row_stride));
+        values.load(shared_address(shared.stages[0].v), key, int(problem.v.row_stride));
+        return true;
+    }
+
+    __device__ __forceinline__ KeyPipeline(Stages& shared, const ForwardProblem& problem, const Plan& plan)
+        : shared_(shared), problem_(problem), plan_(plan), keys_(plan.keys), values_(plan.values) {}
+
+    // Of load_early().
+    __device__ __forceinline__ void loaded_early() const {
+        mbarrier_arrive_behind_copies(of_tile(shared_.full, 0));
+    }
+
+    // The walk stands at that tile, or at the end.
+    __device__ __forceinline__ void load(uint32_t tile, const TileWalk<kRows>& walk) const {
+        if (!walk.more()) return;
+        mbarrier_wait(of_tile(shared_.empty, tile), tile / 2 % 2 ^ 1);
+        const bool whole = walk.whole();
+        if (whole && keys_.usable())
+            keys_.load(k_address(tile), walk.first(), int(problem_.k.row_stride));
+        else
+            load_partial(k_address(tile), plan_.keys, walk);
+        if (whole && values_.usable())
+            values_.load(v_address(tile), walk.first(), int(problem_.v.row_stride));
+        else
+            load_partial(v_address(tile), plan_.values, walk);
+        mbarrier_arrive_behind_copies(of_tile(shared_.full, tile));
+    }
+
+    // Until the tile's keys and values are there, and all that this block's threads copied before.
+    __device__ __forceinline__ void wait(uint32_t tile) const {
+        mbarrier_wait(of_tile(shared_.full, tile), tile / 2 % 2);
+    }
+
+    // The warp is done with the tile.
+    __device__ __forceinline__ void leave(uint32_t tile) const {
+        __syncwarp();
+        if (lane_index() == 0) mbarrier_arrive(of_tile(shared_.empty, tile));
+    }
+
+    __device__ __forceinline__ uint32_t k_address(uint32_t tile) const {
+        return shared_address(shared_.stages[0].k) + tile % 2 * sizeof(typename Stages::Stage);
+    }
+    __device__ __forceinline__ uint32_t v_address(uint32_t tile) const {
+        return shared_address(shared_.stages[0].v) + tile % 2 * sizeof(typename Stages::Stage);
+    }
+
+  private:
+    __device__ __forceinline__ static uint32_t of_tile(const uint64_t (&barriers)[2], uint32_t tile) {
+        return shared_address(barriers) + tile % 2 * sizeof(uint64_t);
+    }
+
+    __device__ __forceinline__ void load_partial(uint32_t place, const HeadRows<const Bits<dtype>>& rows,
+                                                 const TileWalk<kRows>& walk) const {
+        load_tile<threads, Tile>(place, rows, walk.first(), walk.seen(plan_.warp()));
+    }
+
+    Stages& shared_;
+    const ForwardProblem& problem_;
+    const Plan& plan_;
+    WholeTiles<threads, Tile> keys_, values_;
+};
+
+}  // namespace flash::cuda::sm80

@@ -1,0 +1,43 @@
+// One row of the kernel table and one element type, compiled into the kernels of each feature set; the
+// backward of every row with that head dim launches them.
+#include "query_gradient.cuh"
+
+#include "../launch.h"
+
+namespace flash::cuda {
+namespace sm80 {
+namespace {
+
+constexpr DType kDType = DType::FLASH_DTYPE;
+constexpr QueryGradientConfiguration kConfiguration FLASH_CONFIGURATION;
+using Shared = QueryGradientShared<kDType, kConfiguration>;
+
+template <Features features>
+__global__ void __launch_bounds__(kConfiguration.warps * 32, 1)
+    query_gradient(const __grid_constant__ BackwardProblem problem,
+                   const __grid_constant__ RowTiling tiling) {
+    extern __shared__ __align__(128) char memory[];
+    auto& shared = *reinterpret_cast<Shared*>(memory);
+    const RowTile tile = tiling(blockIdx.x, problem.forward, true);
+    if (tile.rows.empty()) return;
+    if (threadIdx.x == 0)
+        shared.plan.make(problem.forward, tile, {0, 1, nullptr, nullptr}, kConfiguration.key_tile);
+    __syncthreads();
+    QueryGradientTile<kDType, kConfiguration, features>(problem, shared).run();
+}
+
+}  // namespace
+}  // namespace sm80
+
+void FLASH_KERNEL_SYMBOL(const BackwardProblem& problem, const Launch& launch) {
+    using namespace sm80;
+    const Features features = features_of(problem.forward);
+    const auto kernel = features == Features::none          ? query_gradient<Features::none>
+                        : features == Features::transformed ? query_gradient<Features::transformed>
+                                                            : query_gradient<Features::dropout>;
+    const RowTiling queries = RowTiling::of_queries(problem.forward, kConfiguration.query_tile);
+    launch_kernel(FLASH_KERNEL_NAME, kernel, queries.count(), kConfiguration.warps * 32, sizeof(Shared),
+                  launch, problem, queries);
+}
+
+}  // namespace flash::cuda

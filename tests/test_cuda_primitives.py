@@ -1,0 +1,71 @@
+"""The parts of the GPU kernels that have tests of their own, against plain loops on the CPU: every function
+of csrc/cuda/ptx/ and csrc/cuda/tile/, on the GPU that is here. Without one: that these tests compile, without
+spills, and that no access of a tile in shared memory meets a bank twice."""
+
+import os
+import re
+import runpy
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+TOOLKIT = runpy.run_path(ROOT / "csrc" / "cuda" / "toolkit.py", run_name="toolkit")["Toolkit"].find()
+COMPILER = os.environ.get("CXX", "g++").split()
+DTYPES = ("float16", "bfloat16", "float32")
+PROGRAMS = {"ptx": ("ptx", []), "tile": ("tile", []),
+            **{f"products {dtype}": ("products", [f"-DFLASH_DTYPE={dtype}"]) for dtype in DTYPES}}
+LOWEST = 80
+
+needs_nvcc = pytest.mark.skipif(TOOLKIT is None, reason="no nvcc")
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+
+
+def compile_cuda(name, capability, output):
+    """The compiler's report."""
+    source, macros = PROGRAMS[name]
+    command = [TOOLKIT.nvcc, "-std=c++20", "-O3", "--expt-relaxed-constexpr", "-Xptxas", "-v", "-Werror",
+               "all-warnings", *TOOLKIT.nearest(capability).flags(), *macros]
+    done = subprocess.run([*command, str(ROOT / "tests" / "cuda" / f"{source}.cu"), "-o", str(output)],
+                          capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+@needs_nvcc
+@needs_gpu
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_against_the_cpu(name, tmp_path, seed):
+    major, minor = torch.cuda.get_device_capability()
+    if 10 * major + minor < LOWEST:
+        pytest.skip("the GPU is older than the kernels support")
+    program = tmp_path / "program"
+    compile_cuda(name, 10 * major + minor, program)
+    done = subprocess.run([program, str(seed)], capture_output=True, text=True, timeout=300)
+    lines = done.stdout.splitlines()
+    failures = [line for line in lines if line.startswith("FAILED")]
+    assert done.returncode == 0 and not failures, "\n".join(failures) or done.stdout + done.stderr
+    assert sum(line.startswith("ok ") for line in lines) > 10
+
+
+@needs_nvcc
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_compiles_without_spills(name, tmp_path):
+    report = compile_cuda(name, LOWEST, tmp_path / "program")
+    spilled = re.findall(r"(\d+) bytes spill stores", report)
+    assert spilled and not any(map(int, spilled)), report
+
+
+@pytest.mark.skipif(shutil.which(COMPILER[0]) is None, reason="no C++ compiler")
+def test_tiles_in_shared_memory(tmp_path):
+    program = tmp_path / "tile_layout"
+    source = ROOT / "tests" / "cpp" / "tile_layout.cpp"
+    command = [*COMPILER, "-std=c++20", "-O2", "-Wall", "-Wextra", "-Werror", str(source), "-o", str(program)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    done = subprocess.run([program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.split()[0]) > 10_000
