@@ -26,11 +26,11 @@ exact and standard would coincide, so the budget is the float32 formula's error 
 that, because exact has such an error itself. Its ulp is never below eps: a sum that is right to a relative
 eps has a logarithm that is right to an absolute eps.
 
-On a GPU, products of tensor cores allow more ulps, in lse for half-precision inputs and everywhere for float32:
-they truncate while they add up a dot product, 16 (8) products at a time, so their error is one of the largest
-partial sum, whatever the sum comes to; and of float32's operands 22 bits enter a product (3xTF32). That shows
-where the standard is exact, as in a row that sees one key; in others float32's errors are below the standard's.
-(Where inputs are half precision, out and the gradients are rounded to that.)
+On a GPU, products of tensor cores allow more ulps, in lse for half-precision inputs and everywhere for
+float32: they truncate while they add up a dot product, 16 (8) products at a time, so their error is one of
+the largest partial sum, whatever the sum comes to; and of float32's operands 22 bits enter a product (3xTF32).
+That shows where the standard is exact, as in a row that sees one key; in others float32's errors are below
+the standard's. (Where inputs are half precision, out and the gradients are rounded to that.)
 """
 
 import dataclasses

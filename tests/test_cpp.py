@@ -1,5 +1,5 @@
-"""The C++ parts that have tests of their own: the tile schedule, the tiles of packed sequences, and the tile
-products of every instruction set."""
+"""The C++ parts that have tests of their own: the tile schedule, the tiles of packed sequences, division by a
+number that the host knows, and the tile products of every instruction set."""
 
 import os
 import runpy
@@ -26,7 +26,7 @@ def compile_cpp(source, output, *flags):
     return output
 
 
-@pytest.mark.parametrize("name", ["schedule", "packed_tiles"])
+@pytest.mark.parametrize("name", ["schedule", "packed_tiles", "division"])
 def test_against_brute_force(name, tmp_path):
     program = compile_cpp(ROOT / "tests" / "cpp" / f"{name}.cpp", tmp_path / name, "-O2")
     done = subprocess.run([program], capture_output=True, text=True)

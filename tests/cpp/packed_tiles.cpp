@@ -10,7 +10,7 @@
 
 using namespace flash;
 
-static bool covers_every_row_once(const std::vector<int32_t>& offsets, int64_t rows, int64_t tile) {
+static bool covers_every_row_once(const std::vector<int32_t>& offsets, int64_t rows, Position tile) {
     const int64_t batch = int64_t(offsets.size()) - 1;
     const PackedTiles tiles{offsets.data(), batch, rows, tile};
     std::vector<int> owner(size_t(rows), -1);
@@ -31,7 +31,7 @@ static bool covers_every_row_once(const std::vector<int32_t>& offsets, int64_t r
     return true;
 }
 
-static bool stays_inside(const std::vector<int32_t>& offsets, int64_t rows, int64_t tile) {
+static bool stays_inside(const std::vector<int32_t>& offsets, int64_t rows, Position tile) {
     ForwardProblem problem{};
     problem.batch = int64_t(offsets.size()) - 1;
     problem.rows_q = problem.rows_k = rows;

@@ -79,7 +79,7 @@ class ForwardTile {
             if (!too_low) pipeline.wait(tile);
             const Position key = walk.first();
             const bool check_mask = walk.masked() && !too_low;
-            const Sees sees = check_mask ? (skips ? what_warp_sees(walk) : Sees::part) : Sees::all;
+            const Sees sees = check_mask ? what_warp_sees(walk) : Sees::all;
             const auto next = [&] {
                 walk.advance(shared_.plan.warp());
                 pipeline.load(tile + 1, walk);
@@ -205,17 +205,18 @@ class ForwardTile {
         exchange(x, [](float a, float b) { return fmaxf(a, b); });
     }
 
-    // What the warp's rows see of a tile; none only where that saves more than the code for it costs.
+    // What the warp's rows see of a masked tile; always a part where the rest would cost more than it saves.
     enum class Sees { none, part, all };
     static constexpr bool skips = c.key_tile < c.query_tile && c.blocks < 3;
 
     __device__ __forceinline__ Sees what_warp_sees(const TileWalk<c.key_tile>& walk) const {
+        if (!skips) return Sees::part;
         const Interval seen = walk.seen(shared_.plan.warp());
         const Position row = shared_.plan.tile.first + warp_row(), key = walk.first();
         const Interval first = intersection(shared_.plan.visible(row), seen);
         const Interval last = intersection(shared_.plan.visible(row + warp_rows - 1), seen);
         // Both ends never decrease with the row.
-        if (skips && last.end <= first.begin) return Sees::none;
+        if (last.end <= first.begin) return Sees::none;
         return last.begin <= key && first.end >= key + c.key_tile ? Sees::all : Sees::part;
     }
 
