@@ -28,7 +28,7 @@ eps has a logarithm that is right to an absolute eps.
 
 On a GPU, products of tensor cores allow more ulps, in lse for half-precision inputs and everywhere for
 float32: they truncate while they add up a dot product, 16 (8) products at a time, so their error is one of
-the largest partial sum, whatever the sum comes to; and of float32's operands 22 bits enter a product (3xTF32).
+the largest partial sum, whatever the sum comes to; and of float32's operands 22 bits enter a product, 3xTF32.
 That shows where the standard is exact, as in a row that sees one key; in others float32's errors are below
 the standard's. (Where inputs are half precision, out and the gradients are rounded to that.)
 """
@@ -142,10 +142,10 @@ def check_errors(name, error, standard, ulp):
     budget = ROW_FACTOR * nearby_maximum(standard) + ulp
     bad = ~(error <= budget)
     if bad.any():
-        batch, row, head = place = bad.nonzero()[0].tolist()
+        batch, row, head = place = tuple(bad.nonzero()[0].tolist())
         raise AssertionError(
             f"{name}: {int(bad.sum())} of {bad.numel()} rows inaccurate, first at batch {batch}, row {row}, "
-            f"head {head}: error {error[*place]:.3e}, budget {budget[*place]:.3e}, ulp {ulp[*place]:.3e}")
+            f"head {head}: error {error[place]:.3e}, budget {budget[place]:.3e}, ulp {ulp[place]:.3e}")
     error, standard, ulp = (x[ulp > 0] for x in (error, standard, ulp))  # rows that are not exactly zero
     for percentile, rows in ROWS_FOR_PERCENTILE.items():
         if error.numel() < rows:
