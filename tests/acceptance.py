@@ -29,8 +29,9 @@ eps has a logarithm that is right to an absolute eps.
 On a GPU, products of tensor cores allow more ulps, in lse for half-precision inputs and everywhere for
 float32: they truncate while they add up a dot product, 16 (8) products at a time, so their error is one of
 the largest partial sum, whatever the sum comes to; and of float32's operands 22 bits enter a product, 3xTF32.
-That shows where the standard is exact, as in a row that sees one key; in others float32's errors are below
-the standard's. (Where inputs are half precision, out and the gradients are rounded to that.)
+That shows in sums of few terms, as in a row that sees one key, where the standard is exact; with more terms
+float32's errors are below the standard's. So float32 there has SINGLE_FACTOR in place of 1.5. (Where inputs
+are half precision, out and the gradients are rounded to that.)
 """
 
 import dataclasses
@@ -38,7 +39,7 @@ import functools
 
 import torch
 
-FACTOR = 1.5
+FACTOR, SINGLE_FACTOR = 1.5, 2.5
 ROW_FACTOR = 8
 NEIGHBOURS = 16
 HALF_LSE_ULPS, SINGLE_LSE_ULPS, SINGLE_ULPS = 16, 8, 4
@@ -134,10 +135,11 @@ class Expected:
         # A standard that overflowed proves nothing about its row, and must not excuse the neighbours.
         standard = self.unit * torch.where(standard.isfinite(), standard, 0.0)
         ulp = ulps(name, x, self.dtype) * ulp_of_rows(name, exact, dtype)
-        check_errors(name, row_errors(name, x, exact), standard, ulp)
+        factor = SINGLE_FACTOR if x.is_cuda and self.dtype == torch.float32 else FACTOR
+        check_errors(name, row_errors(name, x, exact), standard, ulp, factor)
 
 
-def check_errors(name, error, standard, ulp):
+def check_errors(name, error, standard, ulp, factor=FACTOR):
     """All [batch, row, head]."""
     budget = ROW_FACTOR * nearby_maximum(standard) + ulp
     bad = ~(error <= budget)
@@ -151,5 +153,5 @@ def check_errors(name, error, standard, ulp):
         if error.numel() < rows:
             continue
         actual, usual = (x.quantile(percentile / 100) for x in (error, standard))
-        assert actual <= FACTOR * usual + ulp.median(), (
+        assert actual <= factor * usual + ulp.median(), (
             f"{name}: percentile {percentile} of row errors is {actual:.3e}, the standard's {usual:.3e}")

@@ -3,7 +3,6 @@
 // caller to make NaN what really depends on them.
 #pragma once
 
-#include "../ptx/barrier.h"
 #include "../tile/element.h"
 #include "../tile/smem_tile.h"
 #include "loader.cuh"
@@ -45,17 +44,15 @@ __device__ __forceinline__ void clear_bad_elements(uint32_t tile, uint32_t* bad_
         }
 }
 
-// All of the block's kThreads threads, which may come from different places of a kernel; the tiles, which
-// share their rows, are whole on entry and on return. bad_rows: a bit each; defined only if the result, the
-// same for all threads, is true.
+// All of the block's kThreads threads; the tiles, which share their rows, are whole on entry and on return.
+// bad_rows: a bit each; defined only if the result, the same for all threads, is true.
 template <DType dtype, int kThreads, class Tile, class... Addresses>
 __device__ __forceinline__ bool clear_bad_rows(uint32_t* bad_rows, Addresses... tiles) {
-    constexpr int name = 8;  // of the barrier: no other one's
-    if (!barrier_or<kThreads>(name, (has_bad_element<dtype, kThreads, Tile>(tiles) | ...))) return false;
+    if (!__syncthreads_or((has_bad_element<dtype, kThreads, Tile>(tiles) | ...))) return false;
     for (int i = threadIdx.x; i < (Tile::rows + 31) / 32; i += kThreads) bad_rows[i] = 0;
-    barrier_of<kThreads>(name);
+    __syncthreads();
     (clear_bad_elements<dtype, kThreads, Tile>(tiles, bad_rows), ...);
-    barrier_of<kThreads>(name);
+    __syncthreads();
     return true;
 }
 

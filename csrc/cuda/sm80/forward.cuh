@@ -84,8 +84,8 @@ class ForwardTile {
                 walk.advance(shared_.plan.warp());
                 pipeline.load(tile + 1, walk);
             };
+            const bool bad = check_mask && exclude_bad_values(pipeline.v_address(tile));
             if (sees == Sees::none) {
-                exclude_bad_values(pipeline.v_address(tile));  // with the other warps
                 next();
                 pipeline.leave(tile++);
                 continue;
@@ -94,7 +94,7 @@ class ForwardTile {
             multiply_qk(scores, pipeline.k_address(tile));
             transform(scores, key);
             if (sees == Sees::part) mask(scores, key, walk.seen(shared_.plan.warp()));
-            if (check_mask && exclude_bad_values(pipeline.v_address(tile))) spoil_rows(scores);
+            if (bad) spoil_rows(scores);
             if (!too_low) next();
             const bool masked = sees == Sees::part;
             if (!optimistic || masked || too_low || !settled_)
