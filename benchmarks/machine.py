@@ -109,7 +109,7 @@ def machine(device):
             "shared_bytes_per_multiprocessor": properties.shared_memory_per_multiprocessor,
             "cuda": torch.version.cuda,
             "cudnn": torch.backends.cudnn.version(),
-            "fa3_library": os.environ.get("FA3_LIBRARY"),
+            "fa3_library": os.path.basename(os.environ.get("FA3_LIBRARY", "")) or None,
             "state_before": gpu_state(),
             "state_under_load": gpu_state_under_load(),
         }
