@@ -105,6 +105,17 @@ def test_choice_is_the_best_row_that_fits(seqlen, which, dtype, capability):
             assert plan.get("configuration") == best
 
 
+@pytest.mark.skipif(not KERNELS or not runs_on(90), reason="this build is not for 9.0")
+@pytest.mark.parametrize("which", PASSES)
+def test_small_blocks_get_small_tiles(which):
+    """A block-sparse map must not lose to dense attention because a tile is larger than a block."""
+    long = {"seqlen_q": 4096, "seqlen_k": 4096}
+    dense = _C.plan(sizes(**long), chip(90))[which]["configuration"]
+    sparse = _C.plan(sizes(**long, block_mask=True), chip(90))[which]["configuration"]
+    tiles = {row["name"]: row["key_tile"] for row in rows_of(which, "bfloat16")}
+    assert tiles[sparse] == 64 < tiles[dense] == 128
+
+
 @pytest.mark.parametrize("capability", CHIPS)
 def test_no_more_padding_than_needed(capability):
     """Rows stand in an order in which the first that fits wastes the least of a tile."""

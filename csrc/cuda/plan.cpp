@@ -34,8 +34,17 @@ bool all_blocks_fit(const Kernel& kernel, const Device& device) {
     return kernel.blocks * (kernel.shared_bytes + system) <= device.shared_bytes_per_block + system;
 }
 
-// The first kernel that the device can run and that the keys are enough for; among those of the same head dim
-// one that all blocks fit.
+// Kernels for long sequences have large tiles, of which a map of small blocks would leave much unused.
+template <class Kernel>
+bool suits_lengths(const Kernel& kernel, const ForwardProblem& problem) {
+    const BlockLists& lists = problem.key_blocks;
+    const bool small_blocks = lists.counts && std::min(lists.row_block, lists.column_block) <
+                                                  std::max(kernel.query_tile, kernel.key_tile);
+    return kernel.from_keys <= problem.seqlen_k && !(kernel.from_keys > 0 && small_blocks);
+}
+
+// The first kernel that the device can run and that suits the problem; among those of the same head dim one
+// that all blocks fit.
 template <class Kernel>
 const Kernel* first_fit(const Kernel* const* kernels, const ForwardProblem& problem, const Device& device) {
     if (device.capability < kLowestCapability || !compiled_for(device.capability)) return nullptr;
@@ -43,7 +52,7 @@ const Kernel* first_fit(const Kernel* const* kernels, const ForwardProblem& prob
     for (; *kernels; ++kernels) {
         const Kernel& kernel = **kernels;
         if (kernel.dtype != problem.dtype || kernel.head_dim < larger_head_dim(problem) ||
-            kernel.shared_bytes > device.shared_bytes_per_block || kernel.from_keys > problem.seqlen_k)
+            kernel.shared_bytes > device.shared_bytes_per_block || !suits_lengths(kernel, problem))
             continue;
         if (first && kernel.head_dim != first->head_dim) break;
         if (all_blocks_fit(kernel, device)) return &kernel;
@@ -82,6 +91,7 @@ std::string reason_of(const Kernel& kernel, const Kernel* chosen, const ForwardP
     if (kernel.from_keys > problem.seqlen_k)
         return "it is for " + std::to_string(kernel.from_keys) + " keys or more, here they are " +
                std::to_string(problem.seqlen_k);
+    if (!suits_lengths(kernel, problem)) return "its tiles are larger than the map's blocks";
     if (kernel.shared_bytes > device.shared_bytes_per_block)
         return "it needs " + std::to_string(kernel.shared_bytes) + " bytes of shared memory, this GPU has " +
                std::to_string(device.shared_bytes_per_block);
