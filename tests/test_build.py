@@ -77,7 +77,8 @@ def check_kernels(folder):
 
 @pytest.mark.parametrize("features,stack,stores,loads,more,word", [
     (0, 0, 0, 0, "", None), (0, 64, 0, 0, "", None), (0, 16, 8, 12, "", None),
-    (0, 80, 70, 70, "", "spills 140 bytes"), (2, 80, 70, 70, "", None), (1, 300, 300, 300, "", "spills 600"),
+    (0, 160, 150, 150, "", "spills 300 bytes"), (2, 160, 150, 150, "", None),
+    (1, 600, 600, 600, "", "spills 1200"),
     (0, 0, 0, 0, "ptxas info : (C7510) Potential Performance Loss: wgmma.mma_async instructions are "
      "serialized due to...\n", "C7510"),
 ])
