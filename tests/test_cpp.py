@@ -1,5 +1,6 @@
 """The C++ parts that have tests of their own: the tile schedule, the tiles of packed sequences, division by a
-number that the host knows, and the tile products of every instruction set."""
+number that the host knows, where tiles lie in shared memory, and the tile products of every instruction
+set."""
 
 import os
 import runpy
@@ -26,9 +27,9 @@ def compile_cpp(source, output, *flags):
     return output
 
 
-@pytest.mark.parametrize("name", ["schedule", "packed_tiles", "division"])
+@pytest.mark.parametrize("name", ["schedule", "packed_tiles", "division", "tile_layout"])
 def test_against_brute_force(name, tmp_path):
-    program = compile_cpp(ROOT / "tests" / "cpp" / f"{name}.cpp", tmp_path / name, "-O2")
+    program = compile_cpp(ROOT / "tests" / "cpp" / f"{name}.cpp", tmp_path / name, "-O2", "-Werror")
     done = subprocess.run([program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout.split()[0]) > 10_000

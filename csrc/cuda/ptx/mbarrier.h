@@ -15,6 +15,12 @@ __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
     asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }\n" ::"r"(barrier) : "memory");
 }
 
+// The whole warp, as one arrival.
+__device__ __forceinline__ void mbarrier_arrive_warp(uint32_t barrier) {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(barrier);
+}
+
 // The thread arrives when all cp.async that it has started are done.
 __device__ __forceinline__ void mbarrier_arrive_behind_copies(uint32_t barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];\n" ::"r"(barrier) : "memory");

@@ -1,8 +1,8 @@
 // mma.sync: a warp multiplies small matrices that lie in its registers (PTX ISA, "Matrix Fragments for
 // mma.m16n8k16" and "mma.m16n8k8"). With g = lane / 4 and t = lane % 4:
 //
-//     16 bits   A 16 x 16   a[0]: row g, columns 2t, 2t + 1   a[1]: row g + 8   a[2]: columns + 8   a[3]:
-//     both
+//     16 bits   A 16 x 16   a[0]: row g, columns 2t, 2t + 1   a[1]: row g + 8   a[2]: columns + 8
+//                           a[3]: both
 //               B 16 x 8    b0: rows 2t, 2t + 1 of column g   b1: rows + 8
 //     tf32      A 16 x 8    a[0]: row g, column t   a[1]: row g + 8   a[2]: column + 4   a[3]: both
 //               B 8 x 8     b0: row t of column g   b1: row + 4

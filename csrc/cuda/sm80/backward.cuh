@@ -222,9 +222,7 @@ class BackwardTile {
 
     // The whole warp.
     __device__ __forceinline__ static void arrive(uint64_t& barrier) {
-        if constexpr (!drifts) return;
-        __syncwarp();
-        if (lane_index() == 0) mbarrier_arrive(shared_address(&barrier));
+        if constexpr (drifts) mbarrier_arrive_warp(shared_address(&barrier));
     }
 
     __device__ __forceinline__ static void wait(uint64_t& barrier, uint32_t parity) {

@@ -96,17 +96,17 @@ class ForwardTile {
             if (sees == Sees::part) mask(scores, key, walk.seen(shared_.plan.warp()));
             if (bad) spoil_rows(scores);
             if (!too_low) next();
-            const bool masked = sees == Sees::part;
-            if (!optimistic || masked || too_low || !settled_)
+            const bool follows = !optimistic || sees == Sees::part;
+            if (follows || too_low || !settled_)
                 follow_maximum(scores, [&](int r, float maximum) {
                     return !softmax_[r].settled() || too_low >> r & 1 ||
-                           ((!optimistic || masked) && maximum > softmax_[r].row_max + kRise);
+                           (follows && maximum > softmax_[r].row_max + kRise);
                 });
             float sums[Scores::rows];
             exponentiate(scores, sums);
             if constexpr (features == Features::dropout) drop(scores, key);
             const auto p = left_operand(scores);
-            const bool check = optimistic && !masked && !too_low;
+            const bool check = !follows && !too_low;
             too_low = check ? rows_beyond(sums) : 0;
             if (c.columns > 1 && !check) pair_barrier();  // P is whole
             if (too_low) continue;

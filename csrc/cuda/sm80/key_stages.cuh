@@ -84,8 +84,7 @@ class KeyPipeline {
 
     // The warp is done with the tile.
     __device__ __forceinline__ void leave(uint32_t tile) const {
-        __syncwarp();
-        if (lane_index() == 0) mbarrier_arrive(of_tile(shared_.empty, tile));
+        mbarrier_arrive_warp(of_tile(shared_.empty, tile));
     }
 
     __device__ __forceinline__ uint32_t k_address(uint32_t tile) const {

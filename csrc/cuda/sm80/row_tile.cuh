@@ -32,15 +32,15 @@ class RowTiling {
                          problem.heads_k, problem.cu_seqlens_k, problem.query_blocks);
     }
 
-    FLASH_HOST_DEVICE int64_t count() const { return count_; }
+    int64_t count() const { return count_; }
 
     // descending: a head's last tile first, which under a causal mask is the longest one of queries.
     __device__ __forceinline__ RowTile operator()(uint32_t index, const ForwardProblem& problem,
                                                   bool descending) const {
         const uint32_t of_heads = per_head_.quotient(index);
-        uint32_t slot = index - of_heads * per_head_.divisor;
+        uint32_t slot = per_head_.remainder(index);
         if (descending) slot = per_head_.divisor - 1 - slot;
-        const uint32_t of_batch = heads_.quotient(of_heads), head = of_heads - of_batch * heads_.divisor;
+        const uint32_t of_batch = heads_.quotient(of_heads), head = heads_.remainder(of_heads);
         RowTile tile;
         tile.head = head;
         tile.group = int(group_.divisor);

@@ -85,21 +85,18 @@ struct SmemTile<kRows, kColumns, 4> : TileLayout<kRows, kColumns, 4> {
         return opaque(Layout::by_columns(address, lane_index()));
     }
 
-    // r becomes A[row .. row + 15][column .. column + 7].
+    // r becomes A[row .. row + 15][column .. column + 7]: what B's are, in A's order.
     __device__ __forceinline__ static void load_a(uint32_t (&r)[4], uint32_t lane_address, int row,
                                                   int column) {
-        const uint2 upper = load_shared_8(at(lane_address, row, column));
-        const uint2 lower = load_shared_8(at(lane_address, row + 8, column));
-        r[0] = upper.x, r[1] = lower.x, r[2] = upper.y, r[3] = lower.y;
+        load_b(r, lane_address, row, column);
+        swap_middle(r);
     }
 
     // A^T is stored: r becomes A[column .. column + 15][row .. row + 7] of the tile's [row ..][column ..].
     __device__ __forceinline__ static void load_a_transposed(uint32_t (&r)[4], uint32_t lane_address, int row,
                                                              int column) {
-        r[0] = load_shared_4(at(lane_address, row, column));
-        r[1] = load_shared_4(at(lane_address, row, column + 8));
-        r[2] = load_shared_4(Layout::at_odd_row(lane_address, row, column));
-        r[3] = load_shared_4(Layout::at_odd_row(lane_address, row, column + 8));
+        load_b_transposed(r, lane_address, row, column);
+        swap_middle(r);
     }
 
     // The tile's rows are B's columns: r[0], r[1] for rows row .. row + 7, r[2], r[3] for the next eight.
@@ -117,6 +114,14 @@ struct SmemTile<kRows, kColumns, 4> : TileLayout<kRows, kColumns, 4> {
         r[1] = load_shared_4(Layout::at_odd_row(lane_address, row, column));
         r[2] = load_shared_4(at(lane_address, row, column + 8));
         r[3] = load_shared_4(Layout::at_odd_row(lane_address, row, column + 8));
+    }
+
+  private:
+    // A's registers count rows first, B's depth first.
+    __device__ __forceinline__ static void swap_middle(uint32_t (&r)[4]) {
+        const uint32_t second = r[1];
+        r[1] = r[2];
+        r[2] = second;
     }
 };
 
