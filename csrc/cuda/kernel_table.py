@@ -47,6 +47,8 @@ class QueryGradient:
     query_tile: int
     key_tile: int
     warps: int
+    stages: int  # tiles of keys and values in flight
+    blocks: int
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ class Row:
 
     def name(self, dtype):
         c = self.configuration
-        stages = f"_s{c.stages}" if self.kernel == "backward" else ""
+        stages = f"_s{c.stages}" if hasattr(c, "stages") else ""
         return f"{self.kernel}_{dtype}_d{c.head_dim}_q{c.query_tile}_k{c.key_tile}{stages}"
 
     def symbol(self, dtype):
@@ -110,10 +112,12 @@ ROWS = [
     Row("sm80", "backward", SINGLE, Backward(128, 32, 32, 4, 1, 1, score_rows=2, gradient_rows=2, dq_rows=2)),
     Row("sm80", "backward", SINGLE, Backward(256, 32, 32, 4, 1, 1, score_rows=2, gradient_rows=2, dq_rows=2)),
     # dQ of deterministic=True, for every head dim of the backward; 96 KiB at most.
-    *(Row("sm80", "query_gradient", HALVES, QueryGradient(head_dim, 64, 64, warps=4))
-      for head_dim in (64, 96, 128, 192)),
-    Row("sm80", "query_gradient", HALVES, QueryGradient(256, 64, 32, warps=4)),
-    Row("sm80", "query_gradient", SINGLE, QueryGradient(64, 32, 32, warps=2)),
-    Row("sm80", "query_gradient", SINGLE, QueryGradient(128, 32, 32, warps=2)),
-    Row("sm80", "query_gradient", SINGLE, QueryGradient(256, 32, 16, warps=2)),
+    Row("sm80", "query_gradient", HALVES, QueryGradient(64, 128, 64, warps=4, stages=2, blocks=2)),
+    Row("sm80", "query_gradient", HALVES, QueryGradient(96, 64, 64, warps=4, stages=2, blocks=2)),
+    Row("sm80", "query_gradient", HALVES, QueryGradient(128, 128, 32, warps=4, stages=2, blocks=2)),
+    Row("sm80", "query_gradient", HALVES, QueryGradient(192, 64, 32, warps=4, stages=2, blocks=2)),
+    Row("sm80", "query_gradient", HALVES, QueryGradient(256, 64, 32, warps=4, stages=1, blocks=2)),
+    Row("sm80", "query_gradient", SINGLE, QueryGradient(64, 32, 32, warps=2, stages=2, blocks=1)),
+    Row("sm80", "query_gradient", SINGLE, QueryGradient(128, 32, 32, warps=2, stages=2, blocks=1)),
+    Row("sm80", "query_gradient", SINGLE, QueryGradient(256, 32, 16, warps=2, stages=1, blocks=1)),
 ]

@@ -33,7 +33,7 @@ struct ForwardConfiguration {
 template <DType dtype, ForwardConfiguration c>
 struct ForwardShared {
     alignas(128) char q[c.query_tile * c.head_dim * element_bytes(dtype)];  // at the end O
-    KeyStages<dtype, c.key_tile, c.head_dim> keys;
+    KeyStages<dtype, c.key_tile, c.head_dim, 2> keys;
     alignas(128) char p[c.columns > 1 ? c.query_tile * c.key_tile * element_bytes(dtype) : 16];
     float exchange[c.warps][c.columns > 1 ? c.query_tile * c.columns / c.warps : 1];
     bool beyond[c.warps];

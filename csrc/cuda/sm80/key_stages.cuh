@@ -1,6 +1,7 @@
 // The way of one head's keys and values into a block: two stages in shared memory, of which one is filled
-// with the next tile while the other one is used. A stage is filled when all warps have left it; the warps of
-// a block do not meet otherwise, so they drift apart, and some multiply while others take exponentials.
+// with the next tile while the other one is used, or a single one where there is no room for two. A stage is
+// filled when all warps have left it; the warps of a block do not meet otherwise, so they drift apart, and
+// some multiply while others take exponentials.
 #pragma once
 
 #include "../ptx/mbarrier.h"
@@ -8,28 +9,28 @@
 
 namespace flash::cuda::sm80 {
 
-template <DType dtype, int kRows, int kColumns>
+template <DType dtype, int kRows, int kColumns, int kStages>
 struct KeyStages {
     static constexpr int bytes = kRows * kColumns * element_bytes(dtype);
     struct Stage {
         alignas(128) char k[bytes];
         alignas(128) char v[bytes];
-    } stages[2];
-    uint64_t full[2], empty[2];  // mbarriers
+    } stages[kStages];
+    uint64_t full[kStages], empty[kStages];  // mbarriers
 };
 
 // Every thread of the block has one; tiles are counted from 0 in the order in which they are visited.
-template <DType dtype, int kRows, int kColumns, int kWarps>
+template <DType dtype, int kRows, int kColumns, int kWarps, int kStages = 2>
 class KeyPipeline {
   public:
-    using Stages = KeyStages<dtype, kRows, kColumns>;
+    using Stages = KeyStages<dtype, kRows, kColumns, kStages>;
     using Plan = QueryPlan<dtype, kWarps>;
     using Tile = SmemTile<kRows, kColumns, element_bytes(dtype)>;
     static constexpr int threads = kWarps * 32;
 
     // By one thread, before a __syncthreads.
     __device__ static void start_barriers(const Stages& shared) {
-        for (int stage = 0; stage < 2; ++stage) {
+        for (int stage = 0; stage < kStages; ++stage) {
             mbarrier_init(of_tile(shared.full, stage), threads);
             mbarrier_init(of_tile(shared.empty, stage), kWarps);
         }
@@ -61,10 +62,10 @@ class KeyPipeline {
         mbarrier_arrive_behind_copies(of_tile(shared_.full, 0));
     }
 
-    // The walk stands at that tile, or at the end.
+    // The walk stands at that tile, or at the end. With one stage after leave() of the tile before.
     __device__ __forceinline__ void load(uint32_t tile, const TileWalk<kRows>& walk) const {
         if (!walk.more()) return;
-        mbarrier_wait(of_tile(shared_.empty, tile), tile / 2 % 2 ^ 1);
+        mbarrier_wait(of_tile(shared_.empty, tile), tile / kStages % 2 ^ 1);
         const bool whole = walk.whole();
         if (whole && keys_.usable())
             keys_.load(k_address(tile), walk.first(), int(problem_.k.row_stride));
@@ -79,7 +80,7 @@ class KeyPipeline {
 
     // Until the tile's keys and values are there, and all that this block's threads copied before.
     __device__ __forceinline__ void wait(uint32_t tile) const {
-        mbarrier_wait(of_tile(shared_.full, tile), tile / 2 % 2);
+        mbarrier_wait(of_tile(shared_.full, tile), tile / kStages % 2);
     }
 
     // The warp is done with the tile.
@@ -88,15 +89,15 @@ class KeyPipeline {
     }
 
     __device__ __forceinline__ uint32_t k_address(uint32_t tile) const {
-        return shared_address(shared_.stages[0].k) + tile % 2 * sizeof(typename Stages::Stage);
+        return shared_address(shared_.stages[0].k) + tile % kStages * sizeof(typename Stages::Stage);
     }
     __device__ __forceinline__ uint32_t v_address(uint32_t tile) const {
-        return shared_address(shared_.stages[0].v) + tile % 2 * sizeof(typename Stages::Stage);
+        return shared_address(shared_.stages[0].v) + tile % kStages * sizeof(typename Stages::Stage);
     }
 
   private:
-    __device__ __forceinline__ static uint32_t of_tile(const uint64_t (&barriers)[2], uint32_t tile) {
-        return shared_address(barriers) + tile % 2 * sizeof(uint64_t);
+    __device__ __forceinline__ static uint32_t of_tile(const uint64_t (&barriers)[kStages], uint32_t tile) {
+        return shared_address(barriers) + tile % kStages * sizeof(uint64_t);
     }
 
     __device__ __forceinline__ void load_partial(uint32_t place, const HeadRows<const Bits<dtype>>& rows,

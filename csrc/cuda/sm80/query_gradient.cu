@@ -11,19 +11,25 @@ namespace {
 constexpr DType kDType = DType::FLASH_DTYPE;
 constexpr QueryGradientConfiguration kConfiguration FLASH_CONFIGURATION;
 using Shared = QueryGradientShared<kDType, kConfiguration>;
+static_assert(sizeof(Shared) <= 99 * 1024);  // so that every chip can hold one block
 
 template <Features features>
-__global__ void __launch_bounds__(kConfiguration.warps * 32, 1)
+__global__ void __launch_bounds__(kConfiguration.warps * 32,
+                                  features == Features::none ? kConfiguration.blocks : 1)
     query_gradient(const __grid_constant__ BackwardProblem problem,
                    const __grid_constant__ RowTiling tiling) {
     extern __shared__ __align__(128) char memory[];
     auto& shared = *reinterpret_cast<Shared*>(memory);
     const RowTile tile = tiling(blockIdx.x, problem.forward, true);
     if (tile.rows.empty()) return;
-    if (threadIdx.x == 0)
+    QueryGradientTile<kDType, kConfiguration, features> work(problem, shared);
+    work.load_first(tile);
+    if (threadIdx.x == 0) {
+        work.start_barriers();
         shared.plan.make(problem.forward, tile, {0, 1, nullptr, nullptr}, kConfiguration.key_tile);
+    }
     __syncthreads();
-    QueryGradientTile<kDType, kConfiguration, features>(problem, shared).run();
+    work.run();
 }
 
 }  // namespace

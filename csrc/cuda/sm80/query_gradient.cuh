@@ -5,21 +5,20 @@
 #pragma once
 
 #include "finite.cuh"
-#include "query_plan.cuh"
+#include "key_stages.cuh"
 #include "score_gradient.cuh"
 
 namespace flash::cuda::sm80 {
 
 struct QueryGradientConfiguration {
-    int head_dim, query_tile, key_tile, warps;
+    int head_dim, query_tile, key_tile, warps, stages, blocks;
 };
 
 template <DType dtype, QueryGradientConfiguration c>
 struct QueryGradientShared {
     alignas(128) char q[c.query_tile * c.head_dim * element_bytes(dtype)];  // at the end dQ
     alignas(128) char dout[c.query_tile * c.head_dim * element_bytes(dtype)];
-    alignas(128) char k[c.key_tile * c.head_dim * element_bytes(dtype)];
-    alignas(128) char v[c.key_tile * c.head_dim * element_bytes(dtype)];
+    KeyStages<dtype, c.key_tile, c.head_dim, c.stages> keys;
     float lse[c.query_tile], delta[c.query_tile];
     uint32_t bad_keys[(c.key_tile + 31) / 32];
     QueryPlan<dtype, c.warps> plan;
@@ -28,25 +27,44 @@ struct QueryGradientShared {
 template <DType dtype, QueryGradientConfiguration c, Features features>
 class QueryGradientTile {
   public:
-    // shared.plan is made.
     __device__ QueryGradientTile(const BackwardProblem& problem, QueryGradientShared<dtype, c>& shared)
         : problem_(problem), shared_(shared) {}
 
+    // By one thread.
+    __device__ __forceinline__ void start_barriers() const { Pipeline::start_barriers(shared_.keys); }
+
+    // Needs no plan: the copies run while thread 0 makes it.
+    __device__ __forceinline__ void load_first(const RowTile& tile) {
+        load_queries(tile);
+        loaded_early_ = Pipeline::load_early(shared_.keys, problem_.forward, tile, 1);
+    }
+
     __device__ __forceinline__ void run() {
-        load_queries();
         dq_.clear();
-        for (TileWalk<c.key_tile> walk(shared_.plan.warp(), shared_.plan.start); walk.more();
-             walk.advance(shared_.plan.warp())) {
-            const Interval seen = walk.seen(shared_.plan.warp());
-            load_tile<threads, KeyTile>(shared_address(shared_.k), shared_.plan.keys, walk.first(), seen);
-            load_tile<threads, KeyTile>(shared_address(shared_.v), shared_.plan.values, walk.first(), seen);
-            cp_async_commit();
-            cp_async_wait<0>();
+        TileWalk<c.key_tile> walk(shared_.plan.warp(), shared_.plan.start);
+        const Pipeline pipeline(shared_.keys, problem_.forward, shared_.plan);
+        if (loaded_early_)
+            pipeline.loaded_early();
+        else
+            pipeline.load(0, walk);
+        if (!walk.more()) {  // dQ takes the place of Q, which may still be on its way
+            cp_async_wait_all();
             __syncthreads();
-            const bool bad = walk.masked() && clear_bad_rows<dtype, threads, KeyTile>(
-                                                  shared_.bad_keys, shared_address(shared_.k));
-            accumulate(walk, bad);
-            __syncthreads();
+        }
+        for (uint32_t tile = 0; walk.more(); ++tile) {
+            pipeline.wait(tile);
+            const Part part{walk.first(), walk.seen(shared_.plan.warp()), walk.masked()};
+            const uint32_t k = pipeline.k_address(tile);
+            const bool bad = part.masked && clear_bad_rows<dtype, threads, KeyTile>(shared_.bad_keys, k);
+            walk.advance(shared_.plan.warp());
+            Scores s, ds;
+            multiply_scores(s, ds, k, pipeline.v_address(tile));
+            if (c.stages > 1) pipeline.load(tile + 1, walk);
+            differentiate_scores(s, ds, part, bad);
+            const RegisterOperand<dtype, warp_rows, c.key_tile> operand(ds);
+            multiply_registers_by_columns<dtype, KeyTile>(dq_, operand, KeyTile::lane_rows_first(k));
+            pipeline.leave(tile);
+            if (c.stages == 1) pipeline.load(tile + 1, walk);
         }
         store();
     }
@@ -56,19 +74,25 @@ class QueryGradientTile {
     static constexpr int warp_rows = c.query_tile / c.warps;
     using QueryTile = SmemTile<c.query_tile, c.head_dim, element_bytes(dtype)>;
     using KeyTile = SmemTile<c.key_tile, c.head_dim, element_bytes(dtype)>;
+    using Pipeline = KeyPipeline<dtype, c.key_tile, c.head_dim, c.warps, c.stages>;
     using Scores = Fragment<warp_rows, c.key_tile>;
+
+    // A tile of keys: where it starts, which of them exist and may be seen.
+    struct Part {
+        Position first;
+        Interval seen;
+        bool masked;
+    };
 
     __device__ __forceinline__ static int warp_row() { return int(threadIdx.x) / 32 * warp_rows; }
 
-    __device__ __forceinline__ void load_queries() {
-        const RowTile& tile = shared_.plan.tile;
+    __device__ __forceinline__ void load_queries(const RowTile& tile) {
         const ForwardProblem& problem = problem_.forward;
         const int64_t batch = tile.unowned ? 0 : tile.batch, first = tile.sequence.first_query_row;
         const HeadRows<const Bits<dtype>> q(problem.q, batch, first, tile.head, problem.head_dim);
         const HeadRows<const Bits<dtype>> dout(problem_.dout, batch, first, tile.head, problem.head_dim_v);
         load_tile<threads, QueryTile>(shared_address(shared_.q), q, tile.first, tile.rows);
         load_tile<threads, QueryTile>(shared_address(shared_.dout), dout, tile.first, tile.rows);
-        cp_async_commit();
         for (int row = threadIdx.x; row < c.query_tile; row += threads) {
             const bool exists = tile.rows.contains(tile.first + row);
             const int64_t at = first + tile.first + row;
@@ -79,40 +103,39 @@ class QueryGradientTile {
         }
     }
 
-    __device__ __forceinline__ void accumulate(const TileWalk<c.key_tile>& walk, bool bad) {
-        const auto& plan = shared_.plan;
+    // s = Q K^T, dp = dO V^T.
+    __device__ __forceinline__ void multiply_scores(Scores& s, Scores& dp, uint32_t k, uint32_t v) const {
         const uint32_t rows = warp_row() * QueryTile::row_bytes;
-        Scores s, ds;
         s.clear();
-        ds.clear();
+        dp.clear();
         multiply_rows_by_rows<dtype, QueryTile, KeyTile>(
-            s, QueryTile::lane_rows_first(shared_address(shared_.q)) + rows,
-            KeyTile::lane_columns_first(shared_address(shared_.k)));
+            s, QueryTile::lane_rows_first(shared_address(shared_.q)) + rows, KeyTile::lane_columns_first(k));
         multiply_rows_by_rows<dtype, QueryTile, KeyTile>(
-            ds, QueryTile::lane_rows_first(shared_address(shared_.dout)) + rows,
-            KeyTile::lane_columns_first(shared_address(shared_.v)));
+            dp, QueryTile::lane_rows_first(shared_address(shared_.dout)) + rows,
+            KeyTile::lane_columns_first(v));
+    }
+
+    // ds: dP on entry, dS on return.
+    __device__ __forceinline__ void differentiate_scores(Scores& s, Scores& ds, const Part& part,
+                                                         bool bad) const {
+        const auto& plan = shared_.plan;
         RowConstants<Scores::rows> constants;
         constants.template load<Scores>(shared_.lse + warp_row(), shared_.delta + warp_row());
         const Position query = plan.tile.first + warp_row();
         differentiate<features>(s, ds, constants, plan.transform, plan.dropout,
-                                {query, walk.first(), plan.mask.diagonal()});
-        if (walk.masked()) mask(ds, walk, query, bad);
-        const RegisterOperand<dtype, warp_rows, c.key_tile> operand(ds);
-        multiply_registers_by_columns<dtype, KeyTile>(dq_, operand,
-                                                      KeyTile::lane_rows_first(shared_address(shared_.k)));
+                                {query, part.first, plan.mask.diagonal()});
+        if (part.masked) mask(ds, part, query, bad);
     }
 
     // Zero where invisible, NaN where a key that is seen is not finite.
-    __device__ __forceinline__ void mask(Scores& ds, const TileWalk<c.key_tile>& walk, Position query,
-                                         bool bad) const {
+    __device__ __forceinline__ void mask(Scores& ds, const Part& part, Position query, bool bad) const {
 #pragma unroll
         for (int r = 0; r < Scores::rows; ++r) {
-            const Interval keys =
-                intersection(shared_.plan.visible(query + Scores::row(r)), walk.seen(shared_.plan.warp()));
+            const Interval keys = intersection(shared_.plan.visible(query + Scores::row(r)), part.seen);
 #pragma unroll
             for (int column = 0; column < Scores::columns; ++column) {
                 const int j = Scores::column(column);
-                if (!keys.contains(walk.first() + j))
+                if (!keys.contains(part.first + j))
                     ds.at(r, column) = 0;
                 else if (bad && shared_.bad_keys[j / 32] >> j % 32 & 1)
                     ds.at(r, column) = __int_as_float(0x7fffffff);
@@ -129,18 +152,20 @@ class QueryGradientTile {
 #pragma unroll
                 for (int column = 0; column < dq_.columns; ++column) dq_.at(r, column) *= scale;
         }
-        cp_async_wait<0>();
-        __syncthreads();  // Q may still be on its way where there was no key
+        // Its rows of Q are read by nobody else.
         store_fragment<dtype, QueryTile>(shared_address(shared_.q), dq_, warp_row(), 0);
-        __syncthreads();
+        __syncwarp();
         const HeadRows<Bits<dtype>> dq(problem_.dq, tile.unowned ? 0 : tile.batch,
                                        tile.sequence.first_query_row, tile.head, problem_.forward.head_dim);
-        store_tile<threads, QueryTile>(dq, shared_address(shared_.q), tile.first, tile.rows);
+        store_tile<32, QueryTile, warp_rows>(dq,
+                                             shared_address(shared_.q) + warp_row() * QueryTile::row_bytes,
+                                             tile.first + warp_row(), tile.rows);
     }
 
     const BackwardProblem& problem_;
     QueryGradientShared<dtype, c>& shared_;
     Fragment<warp_rows, c.head_dim> dq_;
+    bool loaded_early_ = false;
 };
 
 }  // namespace flash::cuda::sm80
