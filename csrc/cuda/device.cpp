@@ -35,7 +35,8 @@ Devices query() {
         const int major = attribute(cudaDevAttrComputeCapabilityMajor);
         const int minor = attribute(cudaDevAttrComputeCapabilityMinor);
         devices.found.push_back({index, 10 * major + minor, attribute(cudaDevAttrMultiProcessorCount),
-                                 attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin)});
+                                 attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin),
+                                 attribute(cudaDevAttrL2CacheSize)});
     }
     if (error == cudaSuccess) return devices;
     cudaGetLastError();  // or the next launch would report it as its own

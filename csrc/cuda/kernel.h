@@ -13,6 +13,7 @@ struct Device {
     int capability;  // 80, 86, 89, 90, 100, 120
     int multiprocessors;
     int64_t shared_bytes_per_block;  // the opt-in limit
+    int64_t l2_bytes = 0;
 };
 
 struct Launch {

@@ -62,14 +62,15 @@ void launch_features(const BackwardProblem& problem, const Launch& launch) {
     if (dq_sums)
         check(cudaMemsetAsync(dq_sums, 0, workspace_bytes(problem), static_cast<cudaStream_t>(launch.stream)),
               FLASH_KERNEL_NAME);
-    const RowTiling keys = RowTiling::of_keys(problem.forward, kConfiguration.key_tile);
+    const RowTiling keys =
+        RowTiling::of_keys(problem.forward, kConfiguration.key_tile, launch.device.l2_bytes);
     launch_kernel(FLASH_KERNEL_NAME, attention_backward<features>, keys.count(), kThreads, kSharedBytes,
                   launch, problem, keys, dq_sums);
     if (dq_sums) {
         // A block list may cut queries elsewhere; the sums' tiles are counted from the first query.
         BackwardProblem whole = problem;
         whole.forward.key_blocks = {};
-        const RowTiling queries = RowTiling::of_queries(whole.forward, kConfiguration.query_tile);
+        const RowTiling queries = RowTiling::of_queries(whole.forward, kConfiguration.query_tile, 0);
         launch_kernel(FLASH_KERNEL_NAME, finish_dq, queries.count(), kThreads, kDqBytes, launch, whole,
                       queries, dq_sums);
     } else {

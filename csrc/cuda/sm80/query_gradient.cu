@@ -41,7 +41,8 @@ void FLASH_KERNEL_SYMBOL(const BackwardProblem& problem, const Launch& launch) {
     const auto kernel = features == Features::none          ? query_gradient<Features::none>
                         : features == Features::transformed ? query_gradient<Features::transformed>
                                                             : query_gradient<Features::dropout>;
-    const RowTiling queries = RowTiling::of_queries(problem.forward, kConfiguration.query_tile);
+    const RowTiling queries =
+        RowTiling::of_queries(problem.forward, kConfiguration.query_tile, launch.device.l2_bytes);
     launch_kernel(FLASH_KERNEL_NAME, kernel, queries.count(), kConfiguration.warps * 32, sizeof(Shared),
                   launch, problem, queries);
 }

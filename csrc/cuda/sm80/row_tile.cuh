@@ -4,7 +4,8 @@
 #include "../../attention/block_mask.h"
 #include "../../attention/mask.h"
 #include "../../attention/sequence.h"
-#include "../division.h"
+#include "../tile/element.h"
+#include "../tile_order.h"
 
 namespace flash::cuda::sm80 {
 
@@ -18,18 +19,21 @@ struct RowTile {
     bool unowned;    // rows past the last packed sequence: they get zeros
 };
 
-// Cuts one axis of a problem into tiles, on the host; a block finds its own with no division. Blocks count
-// tiles first, then heads, then batch entries, so that blocks that run together read the same keys and
-// values.
+// Cuts one axis of a problem into tiles, on the host; a block finds its own with no division.
 class RowTiling {
   public:
-    static RowTiling of_queries(const ForwardProblem& problem, Position tile) {
+    // l2_bytes: of the device's second-level cache.
+    static RowTiling of_queries(const ForwardProblem& problem, Position tile, int64_t l2_bytes) {
+        const int64_t group = at_least_1(problem.heads_q / at_least_1(problem.heads_k));
         return RowTiling(problem, true, tile, problem.cu_seqlens_q ? problem.rows_q : problem.seqlen_q,
-                         problem.heads_q, problem.cu_seqlens_q, problem.key_blocks);
+                         problem.heads_q, problem.cu_seqlens_q, problem.key_blocks,
+                         l2_bytes * group / at_least_1(problem.seqlen_k));
     }
-    static RowTiling of_keys(const ForwardProblem& problem, Position tile) {
+    static RowTiling of_keys(const ForwardProblem& problem, Position tile, int64_t l2_bytes) {
+        const int64_t group = at_least_1(problem.heads_q / at_least_1(problem.heads_k));
         return RowTiling(problem, false, tile, problem.cu_seqlens_k ? problem.rows_k : problem.seqlen_k,
-                         problem.heads_k, problem.cu_seqlens_k, problem.query_blocks);
+                         problem.heads_k, problem.cu_seqlens_k, problem.query_blocks,
+                         l2_bytes / group / at_least_1(problem.seqlen_q));
     }
 
     int64_t count() const { return count_; }
@@ -37,10 +41,9 @@ class RowTiling {
     // descending: a head's last tile first, which under a causal mask is the longest one of queries.
     __device__ __forceinline__ RowTile operator()(uint32_t index, const ForwardProblem& problem,
                                                   bool descending) const {
-        const uint32_t of_heads = per_head_.quotient(index);
-        uint32_t slot = per_head_.remainder(index);
-        if (descending) slot = per_head_.divisor - 1 - slot;
-        const uint32_t of_batch = heads_.quotient(of_heads), head = heads_.remainder(of_heads);
+        const TileOrder::Place place = order_(index);
+        uint32_t slot = descending ? tiles_ - 1 - place.tile : place.tile;
+        const uint32_t of_batch = heads_.quotient(place.head), head = heads_.remainder(place.head);
         RowTile tile;
         tile.head = head;
         tile.group = int(group_.divisor);
@@ -61,23 +64,35 @@ class RowTiling {
     }
 
   private:
-    // Blocks that don't start at a multiple of 16 leave room for the rows before them.
+    // Blocks that don't start at a multiple of 16 leave room for the rows before them. l2_share: bytes of the
+    // cache for each row of a head's other axis.
     RowTiling(const ForwardProblem& problem, bool queries, Position tile, int64_t rows, int64_t heads,
-              const int32_t* cu_seqlens, const BlockLists& lists)
+              const int32_t* cu_seqlens, const BlockLists& lists, int64_t l2_share)
         : packed_{cu_seqlens, problem.batch, rows, tile},
           cuts_(rows, lists, lists.counts && lists.row_block % 16 != 0 ? tile - 16 : tile),
           queries_(queries),
-          per_head_(at_least_1(cu_seqlens ? packed_.slots() : cuts_.count())),
-          heads_(at_least_1(heads)),
-          group_(at_least_1(problem.heads_q / at_least_1(problem.heads_k))),
+          tiles_(uint32_t(at_least_1(cu_seqlens ? packed_.slots() : cuts_.count()))),
+          order_(tiles_, at_least_1(heads * (cu_seqlens ? 1 : problem.batch)), section(problem, l2_share)),
+          heads_(uint32_t(at_least_1(heads))),
+          group_(uint32_t(at_least_1(problem.heads_q / at_least_1(problem.heads_k)))),
           count_((cu_seqlens ? packed_.slots() : cuts_.count() * problem.batch) * heads) {}
 
-    static uint32_t at_least_1(int64_t count) { return count > 1 ? uint32_t(count) : 1; }
+    static int64_t at_least_1(int64_t count) { return count > 1 ? count : 1; }
+
+    // How many heads go together: those whose other axis takes a third of the cache, if a diagonal makes some
+    // tiles longer than others.
+    static int64_t section(const ForwardProblem& problem, int64_t l2_share) {
+        if (problem.window_right < 0 || problem.window_left >= 0) return 1;
+        const int64_t bytes = (problem.head_dim + problem.head_dim_v) * element_bytes(problem.dtype);
+        return at_least_1(l2_share / 3 / at_least_1(bytes));
+    }
 
     PackedTiles packed_;  // cu_seqlens == nullptr: dense
     RowTiles cuts_;
     bool queries_;
-    Division per_head_, heads_, group_;
+    uint32_t tiles_;  // of a head
+    TileOrder order_;
+    Division heads_, group_;
     int64_t count_;
 };
 
