@@ -170,7 +170,7 @@ Plan choose(const ForwardProblem& problem, const cuda::Device& device) {
 Plan choose(const BackwardProblem& problem, const cuda::Device& device) {
     const cuda::BackwardKernel* const kernel = cuda::kernel_for(problem, device);
     if (!kernel) refuse(problem, device);
-    return {kernel->engine, kernel->name, kernel->workspace_bytes(problem), 1, nullptr, kernel};
+    return {kernel->engine, kernel->name, kernel->workspace_bytes(problem, device), 1, nullptr, kernel};
 }
 
 void run(const Plan& plan, const ForwardProblem& problem, const cuda::Launch& launch) {

@@ -234,6 +234,7 @@ def test_memory_is_linear_in_the_sequence(deterministic):
         inputs = [torch.randn(shape, device=DEVICE, dtype=case.dtype) for shape in case.shapes()]
         step = Step(case, deterministic)
         step(*inputs)
+        gc.collect()  # of other tests, too
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()

@@ -107,6 +107,19 @@ def test_choice_is_the_best_row_that_fits(seqlen, which, dtype, capability):
 
 @pytest.mark.skipif(not KERNELS or not runs_on(90), reason="this build is not for 9.0")
 @pytest.mark.parametrize("which", PASSES)
+def test_large_tiles_are_for_queries_that_see_many_keys(which):
+    def tile(seqlen, **given):
+        name = _C.plan(sizes(seqlen, seqlen, **given), chip(90))[which]["configuration"]
+        return next(row["key_tile"] for row in rows_of(which, "bfloat16") if row["name"] == name)
+
+    causal = {"window_right": 0}
+    assert (tile(1023), tile(1024)) == (64, 128)
+    assert (tile(2046, **causal), tile(2048, **causal)) == (64, 128)
+    assert tile(4096, window_left=500, window_right=100) == 64
+
+
+@pytest.mark.skipif(not KERNELS or not runs_on(90), reason="this build is not for 9.0")
+@pytest.mark.parametrize("which", PASSES)
 def test_small_blocks_get_small_tiles(which):
     """A block-sparse map must not lose to dense attention because a tile is larger than a block."""
     long = {"seqlen_q": 4096, "seqlen_k": 4096}

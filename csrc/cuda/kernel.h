@@ -13,7 +13,7 @@ struct Device {
     int capability;  // 80, 86, 89, 90, 100, 120
     int multiprocessors;
     int64_t shared_bytes_per_block;  // the opt-in limit
-    int64_t l2_bytes = 0;
+    int64_t l2_bytes = 0;            // second-level cache
 };
 
 struct Launch {
@@ -28,7 +28,7 @@ struct ForwardKernel {
     DType dtype;
     int head_dim;  // at most, of queries and of values
     int query_tile, key_tile;
-    int from_keys;         // for sequences of so many keys or more
+    int from_keys;         // for queries that see so many keys or more, on average
     int blocks;            // that a multiprocessor can hold at once, if it has the shared memory
     int64_t shared_bytes;  // of one block
     // splits > 1: that many blocks share the keys of a query tile, and combine adds them up.
@@ -45,7 +45,7 @@ struct BackwardKernel {
     int from_keys;
     int blocks;
     int64_t shared_bytes;
-    int64_t (*workspace_bytes)(const BackwardProblem& problem);
+    int64_t (*workspace_bytes)(const BackwardProblem& problem, const Device& device);
     void (*launch)(const BackwardProblem& problem, const Launch& launch);
 };
 

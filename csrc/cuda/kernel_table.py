@@ -37,6 +37,7 @@ class Backward:
     score_rows: int  # warps along the rows of the scores, of dK and dV, of dQ; the rest along the columns
     gradient_rows: int
     dq_rows: int
+    finish_apart: int = 0  # sums of dQ are finished by a function of its own
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class Row:
     kernel: str  # "forward", "backward" or "query_gradient": the source is <engine>/<kernel>.cu
     dtypes: tuple
     configuration: object
-    from_keys: int = 0  # shorter sequences are left to the next row
+    from_keys: int = 0  # if queries see fewer, on average, the next row takes them
 
     def name(self, dtype):
         c = self.configuration
@@ -98,7 +99,8 @@ ROWS = [
         Backward(64, 128, 128, 8, 2, 1, score_rows=4, gradient_rows=4, dq_rows=4), from_keys=1024),
     Row("sm80", "backward", HALVES, Backward(64, 64, 64, 4, 2, 3, score_rows=2, gradient_rows=2, dq_rows=2)),
     Row("sm80", "backward", HALVES, Backward(96, 64, 64, 4, 2, 2, score_rows=2, gradient_rows=4, dq_rows=4)),
-    Row("sm80", "backward", HALVES, Backward(128, 64, 128, 8, 2, 1, score_rows=2, gradient_rows=4, dq_rows=2)),
+    Row("sm80", "backward", HALVES,
+        Backward(128, 64, 128, 8, 2, 1, score_rows=2, gradient_rows=4, dq_rows=2, finish_apart=1)),
     Row("sm80", "backward", HALVES, Backward(128, 64, 64, 8, 1, 1, score_rows=4, gradient_rows=4, dq_rows=2)),
     Row("sm80", "backward", HALVES, Backward(192, 64, 64, 8, 2, 1, score_rows=4, gradient_rows=4, dq_rows=4)),
     Row("sm80", "backward", HALVES, Backward(192, 32, 32, 4, 2, 1, score_rows=2, gradient_rows=2, dq_rows=2)),

@@ -17,6 +17,8 @@ class TileOrder {
           blocks_(tiles * section_.divisor),
           last_(uint32_t((heads - 1) / section_.divisor)) {}
 
+    uint32_t section() const { return section_.divisor; }
+
     struct Place {
         uint32_t tile, head;
     };

@@ -84,8 +84,11 @@ ForwardProblem problem_of(const dict& sizes) {
     problem.window_left = number("window_left");
     problem.window_right = number("window_right");
     if (sizes["packed"].cast<bool>()) problem.cu_seqlens_q = problem.cu_seqlens_k = &something;
-    if (sizes["block_mask"].cast<bool>())
-        problem.key_blocks.counts = problem.query_blocks.counts = &something;
+    if (sizes["block_mask"].cast<bool>()) {
+        problem.key_blocks.counts = &something;
+        problem.key_blocks.row_block = problem.key_blocks.column_block = 64;
+        problem.query_blocks = problem.key_blocks;
+    }
     return problem;
 }
 

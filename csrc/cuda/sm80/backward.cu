@@ -1,4 +1,6 @@
 // One row of the kernel table and one element type, compiled into the kernels of each feature set.
+#include <algorithm>
+
 #include "../any/rows.h"
 #include "../launch.h"
 #include "backward.cuh"
@@ -25,57 +27,77 @@ constexpr int blocks_of(Features features) {
 template <Features features>
 __global__ void __launch_bounds__(kThreads, blocks_of(features))
     attention_backward(const __grid_constant__ BackwardProblem problem,
-                       const __grid_constant__ RowTiling tiling, float* dq_sums) {
+                       const __grid_constant__ RowTiling tiling, const __grid_constant__ DqSums dq_sums) {
     extern __shared__ __align__(128) char memory[];
     auto& shared = *reinterpret_cast<BackwardShared<kDType, kConfiguration>*>(memory);
-    const RowTile tile = tiling(blockIdx.x, problem.forward, false);
-    if (tile.rows.empty()) return;
+    const TileOrder::Place place = tiling.place(blockIdx.x);
+    const RowTile tile = tiling(place, problem.forward, false);
     BackwardTile<kDType, kConfiguration, features> work(problem, shared, dq_sums);
     work.load_keys(tile);
     if (threadIdx.x == 0) {
         work.start_barriers();
-        BackwardPlan<kDType, kConfiguration>(problem, shared, dq_sums).start(tile);
+        BackwardPlan<kDType, kConfiguration>(problem, shared, dq_sums).start(place, tile);
     }
+    if (threadIdx.x == 32) dq_sums.wait_for_place(place.head);
     __syncthreads();
     work.run();
 }
 
 __global__ void __launch_bounds__(kThreads)
-    finish_dq(const __grid_constant__ BackwardProblem problem, const __grid_constant__ RowTiling tiling,
-              const float* dq_sums) {
+    finish_dq(const __grid_constant__ BackwardProblem problem, const __grid_constant__ DqSums dq_sums) {
+    using Dq = Dq<kDType, kConfiguration>;
     extern __shared__ __align__(128) char memory[];
-    const RowTile tile = tiling(blockIdx.x, problem.forward, false);
-    if (tile.rows.empty()) return;
-    DqFinish<kDType, kConfiguration>::run(problem, tile, dq_sums, memory);
+    const uint32_t unit = dq_sums.unit_tiles().quotient(blockIdx.x);
+    const uint32_t tile = dq_sums.unit_tiles().remainder(blockIdx.x);
+    const RowTile rows = dq_sums.rows_of(problem.forward, unit, tile);
+    if (rows.rows.empty()) return;
+    Dq::Accumulators dq;
+    Dq::load(dq, dq_sums.of_tile(unit, tile));
+    Dq::store(problem, rows, dq, shared_address(memory));
 }
 
-int64_t workspace_bytes(const BackwardProblem& problem) {
+// Where several blocks share a multiprocessor, one that finishes a unit leaves it busy.
+constexpr bool kShares = kConfiguration.blocks > 1;
+
+RowTiling key_tiling(const ForwardProblem& problem, const Device& device) {
+    // Sums that are finished in the walk want to stay in the cache as well.
+    return RowTiling::of_keys(problem, kConfiguration.key_tile, device.l2_bytes / (kShares ? 6 : 3));
+}
+
+DqSums dq_sums_of(const ForwardProblem& problem, const RowTiling& keys, const Device& device) {
+    // A block list may cut queries elsewhere; the sums' tiles are counted from the first query.
+    ForwardProblem dense = problem;
+    dense.key_blocks = {};
+    const RowTiling queries = RowTiling::of_queries(dense, kConfiguration.query_tile, 0);
+    if (problem.deterministic) return DqSums(queries);
+    return DqSums(keys, queries, problem.heads_q / std::max<int64_t>(problem.heads_k, 1),
+                  int64_t(device.multiprocessors) * kConfiguration.blocks,
+                  kConfiguration.query_tile * kConfiguration.head_dim, kShares || keys.section() == 1);
+}
+
+int64_t workspace_bytes(const BackwardProblem& problem, const Device& device) {
     if (problem.forward.deterministic) return 0;
-    return problem.forward.heads_q * DqSums::tiles(problem.forward, kConfiguration.query_tile) *
-           kConfiguration.query_tile * kConfiguration.head_dim * sizeof(float);
+    return dq_sums_of(problem.forward, key_tiling(problem.forward, device), device).bytes();
 }
 
 template <Features features>
 void launch_features(const BackwardProblem& problem, const Launch& launch) {
+    const ForwardProblem& forward = problem.forward;
     compute_delta(problem, launch);
-    float* dq_sums = problem.forward.deterministic ? nullptr : static_cast<float*>(launch.workspace);
-    if (dq_sums)
-        check(cudaMemsetAsync(dq_sums, 0, workspace_bytes(problem), static_cast<cudaStream_t>(launch.stream)),
+    const RowTiling keys = key_tiling(forward, launch.device);
+    DqSums dq_sums = dq_sums_of(forward, keys, launch.device);
+    if (!forward.deterministic) {
+        check(cudaMemsetAsync(launch.workspace, 0, dq_sums.bytes(), static_cast<cudaStream_t>(launch.stream)),
               FLASH_KERNEL_NAME);
-    const RowTiling keys =
-        RowTiling::of_keys(problem.forward, kConfiguration.key_tile, launch.device.l2_bytes);
+        dq_sums.lie_at(launch.workspace);
+    }
     launch_kernel(FLASH_KERNEL_NAME, attention_backward<features>, keys.count(), kThreads, kSharedBytes,
                   launch, problem, keys, dq_sums);
-    if (dq_sums) {
-        // A block list may cut queries elsewhere; the sums' tiles are counted from the first query.
-        BackwardProblem whole = problem;
-        whole.forward.key_blocks = {};
-        const RowTiling queries = RowTiling::of_queries(whole.forward, kConfiguration.query_tile, 0);
-        launch_kernel(FLASH_KERNEL_NAME, finish_dq, queries.count(), kThreads, kDqBytes, launch, whole,
-                      queries, dq_sums);
-    } else {
+    if (forward.deterministic)
         FLASH_QUERY_GRADIENT(problem, launch);
-    }
+    else
+        launch_kernel(FLASH_KERNEL_NAME, finish_dq, dq_sums.unfinished_tiles(), kThreads, kDqBytes, launch,
+                      problem, dq_sums);
 }
 
 void launch(const BackwardProblem& problem, const Launch& launch) {

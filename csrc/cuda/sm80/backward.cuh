@@ -15,10 +15,8 @@
 #pragma once
 
 #include "../ptx/mbarrier.h"
-#include "../ptx/reduce.h"
+#include "dq_sums.cuh"
 #include "finite.cuh"
-#include "loader.cuh"
-#include "row_tile.cuh"
 #include "score_gradient.cuh"
 #include "tile_walk.cuh"
 
@@ -27,31 +25,11 @@ namespace flash::cuda::sm80 {
 struct BackwardConfiguration {
     int head_dim, query_tile, key_tile, warps, stages, blocks;
     int score_rows, gradient_rows, dq_rows;  // warps along the rows of S, of dK and dV, of dQ
+    int finish_apart;  // finish_unit is a function of its own: 4 % faster at 128, slower elsewhere
 };
 
-// Where dQ is summed up: float [H, tiles, query_tile * head_dim], the tiles of all batch entries one after
-// the other, a tile's numbers in the order of the threads' accumulators, so that a warp adds to consecutive
-// addresses.
-struct DqSums {
-    // Of one head.
-    __host__ __device__ static int64_t tiles(const ForwardProblem& problem, int query_tile) {
-        return problem.cu_seqlens_q ? packed(problem, query_tile).slots()
-                                    : dense(problem, query_tile) * problem.batch;
-    }
-    // Of a batch entry's tiles.
-    __device__ static int64_t first_tile(const ForwardProblem& problem, int64_t batch, int query_tile) {
-        return problem.cu_seqlens_q ? packed(problem, query_tile).first_slot(batch)
-                                    : dense(problem, query_tile) * batch;
-    }
-
-  private:
-    __host__ __device__ static PackedTiles packed(const ForwardProblem& problem, int query_tile) {
-        return {problem.cu_seqlens_q, problem.batch, problem.rows_q, query_tile};
-    }
-    __host__ __device__ static int64_t dense(const ForwardProblem& problem, int query_tile) {
-        return (problem.seqlen_q + query_tile - 1) / query_tile;
-    }
-};
+template <DType dtype, BackwardConfiguration c>
+using Dq = DqTile<dtype, c.query_tile, c.head_dim, c.warps, c.dq_rows>;
 
 // What the block needs of one query head of the group.
 template <DType dtype>
@@ -77,11 +55,13 @@ struct BackwardShared {
     uint64_t full[c.stages], left, ready;            // mbarriers
     uint32_t bad_queries[(c.query_tile + 31) / 32];  // rows of Q or dO that are not finite, a bit each
     uint32_t bad_keys[(c.key_tile + 31) / 32];
+    bool finishes_dq;
 
     // Thread 0's plan.
+    TileOrder::Place place;
     RowTile tile;
     Mask mask;
-    int group;                     // query heads to visit; 0 for keys that belong to nobody
+    int group;                     // query heads to visit
     BackwardHead<dtype> heads[2];  // of head i at i % 2
     SchedulePlace warps[c.warps];
 };
@@ -89,15 +69,21 @@ struct BackwardShared {
 template <DType dtype, BackwardConfiguration c>
 class BackwardPlan {
   public:
-    __device__ BackwardPlan(const BackwardProblem& problem, BackwardShared<dtype, c>& shared, float* dq_sums)
+    __device__ BackwardPlan(const BackwardProblem& problem, BackwardShared<dtype, c>& shared,
+                            const DqSums& dq_sums)
         : problem_(problem), shared_(shared), dq_sums_(dq_sums) {}
 
-    __device__ void start(const RowTile& tile) const {
-        const ForwardProblem& problem = problem_.forward;
+    __device__ void start(const TileOrder::Place& place, const RowTile& tile) const {
+        shared_.place = place;
         shared_.tile = tile;
-        shared_.mask = Mask(problem, tile.sequence);
-        shared_.group = tile.unowned ? 0 : tile.group;
-        if (shared_.group > 0) start_head(0);
+        shared_.mask = Mask(problem_.forward, tile.sequence);
+        if (tile.unowned || tile.rows.empty()) {
+            shared_.group = 1;
+            shared_.heads[0].start.run = {0, 0, false};
+        } else {
+            shared_.group = tile.group;
+            start_head(0);
+        }
     }
 
     // Describes head i of the group; nobody may be reading head i - 2.
@@ -111,9 +97,7 @@ class BackwardPlan {
         out.douts = {problem_.dout, tile.batch, first_query, head, problem.head_dim_v};
         out.lse = statistics_of<const float>(problem.lse, tile.batch, first_query, head);
         out.delta = statistics_of<const float>(problem_.delta, tile.batch, first_query, head);
-        const int64_t first_tile = DqSums::first_tile(problem, tile.batch, c.query_tile);
-        out.dq =
-            dq_sums_ + (head * DqSums::tiles(problem, c.query_tile) + first_tile) * c.query_tile * c.head_dim;
+        out.dq = dq_sums_.of_head(shared_.place.head, i, tile.batch);
         out.transform = ScoreTransform<GpuMath>(problem, tile.batch, head);
         if (problem.dropout_threshold) out.dropout = Dropout(problem, tile.batch, head);
         const Interval first = shared_.mask.queries_of(tile.rows.begin);
@@ -129,15 +113,16 @@ class BackwardPlan {
   private:
     const BackwardProblem& problem_;
     BackwardShared<dtype, c>& shared_;
-    float* dq_sums_;
+    const DqSums& dq_sums_;
 };
 
 template <DType dtype, BackwardConfiguration c, Features features>
 class BackwardTile {
   public:
-    // dq_sums == nullptr: dQ comes from the walk by queries (query_gradient.cuh).
-    __device__ BackwardTile(const BackwardProblem& problem, BackwardShared<dtype, c>& shared, float* dq_sums)
-        : problem_(problem), shared_(shared), plan_(problem, shared, dq_sums), with_dq_(dq_sums != nullptr) {}
+    // Where there are no sums dQ comes from the walk by queries (query_gradient.cuh).
+    __device__ BackwardTile(const BackwardProblem& problem, BackwardShared<dtype, c>& shared,
+                            const DqSums& dq_sums)
+        : problem_(problem), shared_(shared), plan_(problem, shared, dq_sums), dq_sums_(dq_sums) {}
 
     // Needs no plan: the copies run while thread 0 makes it.
     __device__ __forceinline__ void load_keys(const RowTile& tile) {
@@ -177,13 +162,13 @@ class BackwardTile {
                 wait_full(tile);
                 if (!drifts && c.stages > 1) load_queries(head, walk, tile + 1);
                 if (tile == 0) bad_keys_ = exclude_bad_keys();
-                if (now.masked) now.bad_queries = exclude_bad_queries(stage);
+                if (now.masked && may_be_bad(stage)) now.bad_queries = exclude_bad_queries(stage);
                 differentiate_scores(head, now, tile);
                 arrive(shared_.ready);
                 if (drifts && c.stages > 1) load_queries(head, walk, tile + 1);
                 wait(shared_.ready, tile % 2);
                 accumulate(stage);
-                if (with_dq_) add_dq(head, now.first);
+                if (dq_sums_.exist()) add_dq(head, now.first);
                 arrive(shared_.left);
                 if (c.stages == 1) {
                     wait(shared_.left, tile % 2);
@@ -197,14 +182,13 @@ class BackwardTile {
 
   private:
     static constexpr int threads = c.warps * 32;
-    static constexpr int score_columns = c.warps / c.score_rows, gradient_columns = c.warps / c.gradient_rows,
-                         dq_columns = c.warps / c.dq_rows;
+    static constexpr int score_columns = c.warps / c.score_rows, gradient_columns = c.warps / c.gradient_rows;
     using KeyTile = SmemTile<c.key_tile, c.head_dim, element_bytes(dtype)>;
     using QueryTile = SmemTile<c.query_tile, c.head_dim, element_bytes(dtype)>;
     using ScoreTile = SmemTile<c.query_tile, c.key_tile, element_bytes(dtype)>;
     using Scores = Fragment<c.query_tile / c.score_rows, c.key_tile / score_columns>;
     using Gradient = Fragment<c.key_tile / c.gradient_rows, c.head_dim / gradient_columns>;
-    using Dq = Fragment<c.query_tile / c.dq_rows, c.head_dim / dq_columns>;
+    using Dq = sm80::Dq<dtype, c>;
 
     __device__ __forceinline__ static int warp() { return threadIdx.x / 32; }
     __device__ __forceinline__ static uint32_t address(const char* tile) { return shared_address(tile); }
@@ -254,6 +238,17 @@ class BackwardTile {
             mbarrier_arrive_behind_copies(shared_address(&shared_.full[stage]));
         else
             cp_async_commit();
+    }
+
+    // A row of Q or dO that is not finite leaves its mark on lse or delta, unless a softcap hides it. All
+    // warps say the same.
+    __device__ __forceinline__ bool may_be_bad(int stage) const {
+        if (features != Features::none) return true;
+        bool bad = false;
+#pragma unroll
+        for (int row = lane_index(); row < c.query_tile; row += 32)
+            bad |= !(fabsf(shared_.lse[stage][row]) + fabsf(shared_.delta[stage][row]) < INFINITY);
+        return __any_sync(0xffffffff, bad);
     }
 
     // What is not finite becomes 0 where it may meet a probability of 0, in dK += dS^T Q, dV += P^T dO and dQ
@@ -348,28 +343,13 @@ class BackwardTile {
     }
 
     __device__ __forceinline__ void add_dq(const BackwardHead<dtype>& head, Position query) const {
-        constexpr int rows = Dq::row_tiles * 16, columns = Dq::column_tiles * 8;
-        const int row = warp() / dq_columns * rows, column = warp() % dq_columns * columns;
-        Dq dq;
+        constexpr int columns = c.head_dim / Dq::column_warps;
+        typename Dq::Accumulators dq;
         dq.clear();
         multiply_rows_by_columns<dtype, ScoreTile, KeyTile>(
-            dq, ScoreTile::lane_rows_first(address(shared_.ds)) + row * ScoreTile::row_bytes,
-            KeyTile::template part<columns>(KeyTile::lane_rows_first(address(shared_.k)), 0, column));
-        float* sums = head.dq + int64_t(query) * c.head_dim;
-#pragma unroll
-        for (int m = 0; m < Dq::row_tiles; ++m)
-#pragma unroll
-            for (int n = 0; n < Dq::column_tiles; ++n) {
-                const auto& x = dq.value[m][n];
-                const int place = (m * Dq::column_tiles + n) * 4 * threads;
-#if __CUDA_ARCH__ >= 900
-                reduce_add(reinterpret_cast<float4*>(sums + place) + threadIdx.x,
-                           make_float4(x[0], x[1], x[2], x[3]));
-#else
-#pragma unroll
-                for (int e = 0; e < 4; ++e) reduce_add(sums + place + e * threads + threadIdx.x, x[e]);
-#endif
-            }
+            dq, ScoreTile::lane_rows_first(address(shared_.ds)) + Dq::row() * ScoreTile::row_bytes,
+            KeyTile::template part<columns>(KeyTile::lane_rows_first(address(shared_.k)), 0, Dq::column()));
+        Dq::add(head.dq + int64_t(query) * c.head_dim, dq);
     }
 
     __device__ __forceinline__ void store() {
@@ -389,63 +369,27 @@ class BackwardTile {
         store_fragment<dtype, KeyTile>(address(shared_.k), dk_, row, column);
         store_fragment<dtype, KeyTile>(address(shared_.v), dv_, row, column);
         __syncthreads();
+        if (threadIdx.x == threads - 1) shared_.finishes_dq = dq_sums_.last_of(shared_.place.head);
         const int64_t first = tile.sequence.first_key_row;
         const HeadRows<Bits<dtype>> dk(problem_.dk, tile.batch, first, tile.head, problem.head_dim);
         const HeadRows<Bits<dtype>> dv(problem_.dv, tile.batch, first, tile.head, problem.head_dim_v);
         store_tile<threads, KeyTile>(dk, address(shared_.k), tile.first, tile.rows);
         store_tile<threads, KeyTile>(dv, address(shared_.v), tile.first, tile.rows);
+        if (!dq_sums_.exist()) return;
+        __syncthreads();
+        if (!shared_.finishes_dq) return;
+        if constexpr (c.finish_apart)
+            finish_unit_apart<Dq>(problem_, dq_sums_, shared_.place.head, address(shared_.q[0]));
+        else
+            finish_unit<Dq>(problem_, dq_sums_, shared_.place.head, address(shared_.q[0]));
     }
 
     const BackwardProblem& problem_;
     BackwardShared<dtype, c>& shared_;
     BackwardPlan<dtype, c> plan_;
-    bool with_dq_, bad_keys_ = false;
+    const DqSums& dq_sums_;
+    bool bad_keys_ = false;
     Gradient dk_, dv_;
-};
-
-// Turns the sums of one query tile of one head into dQ.
-template <DType dtype, BackwardConfiguration c>
-class DqFinish {
-  public:
-    __device__ static void run(const BackwardProblem& problem, const RowTile& tile, const float* dq_sums,
-                               char* shared_tile) {
-        const ForwardProblem& forward = problem.forward;
-        const int64_t first_tile =
-            tile.unowned ? 0
-                         : DqSums::first_tile(forward, tile.batch, c.query_tile) + tile.first / c.query_tile;
-        const float* sums = dq_sums + (tile.head * DqSums::tiles(forward, c.query_tile) + first_tile) *
-                                          c.query_tile * c.head_dim;
-        const float scale = features_of(forward) == Features::none ? float(forward.softmax_scale) : 1.f;
-        Dq dq;
-#pragma unroll
-        for (int m = 0; m < Dq::row_tiles; ++m)
-#pragma unroll
-            for (int n = 0; n < Dq::column_tiles; ++n) {
-                const int place = (m * Dq::column_tiles + n) * 4 * threads;
-#pragma unroll
-                for (int e = 0; e < 4; ++e) {
-#if __CUDA_ARCH__ >= 900
-                    const float sum = sums[place + threadIdx.x * 4 + e];
-#else
-                    const float sum = sums[place + e * threads + threadIdx.x];
-#endif
-                    dq.value[m][n][e] = tile.unowned ? 0 : sum * scale;
-                }
-            }
-        const int warp = threadIdx.x / 32, dq_columns = c.warps / c.dq_rows;
-        const uint32_t address = shared_address(shared_tile);
-        store_fragment<dtype, QueryTile>(address, dq, warp / dq_columns * Dq::row_tiles * 16,
-                                         warp % dq_columns * Dq::column_tiles * 8);
-        __syncthreads();
-        const HeadRows<Bits<dtype>> out(problem.dq, tile.unowned ? 0 : tile.batch,
-                                        tile.sequence.first_query_row, tile.head, forward.head_dim);
-        store_tile<threads, QueryTile>(out, address, tile.first, tile.rows);
-    }
-
-  private:
-    static constexpr int threads = c.warps * 32;
-    using QueryTile = SmemTile<c.query_tile, c.head_dim, element_bytes(dtype)>;
-    using Dq = Fragment<c.query_tile / c.dq_rows, c.head_dim / (c.warps / c.dq_rows)>;
 };
 
 }  // namespace flash::cuda::sm80

@@ -58,7 +58,7 @@ void launch(const ForwardProblem& problem, int splits, const Launch& launch) {
     const double natural =
         features == Features::none ? problem.softmax_scale / double(score_unit) : 1 / GpuMath::unit;
     const RowTiling tiling =
-        RowTiling::of_queries(problem, kConfiguration.query_tile, launch.device.l2_bytes);
+        RowTiling::of_queries(problem, kConfiguration.query_tile, launch.device.l2_bytes / 3);
     launch_kernel(FLASH_KERNEL_NAME, kernel, tiling.count() * splits, kConfiguration.warps * 32, kSharedBytes,
                   launch, problem, tiling, splits, score_unit, natural,
                   static_cast<float*>(launch.workspace));

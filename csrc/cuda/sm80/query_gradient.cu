@@ -42,7 +42,7 @@ void FLASH_KERNEL_SYMBOL(const BackwardProblem& problem, const Launch& launch) {
                         : features == Features::transformed ? query_gradient<Features::transformed>
                                                             : query_gradient<Features::dropout>;
     const RowTiling queries =
-        RowTiling::of_queries(problem.forward, kConfiguration.query_tile, launch.device.l2_bytes);
+        RowTiling::of_queries(problem.forward, kConfiguration.query_tile, launch.device.l2_bytes / 3);
     launch_kernel(FLASH_KERNEL_NAME, kernel, queries.count(), kConfiguration.warps * 32, sizeof(Shared),
                   launch, problem, queries);
 }

@@ -22,26 +22,40 @@ struct RowTile {
 // Cuts one axis of a problem into tiles, on the host; a block finds its own with no division.
 class RowTiling {
   public:
-    // l2_bytes: of the device's second-level cache.
-    static RowTiling of_queries(const ForwardProblem& problem, Position tile, int64_t l2_bytes) {
-        const int64_t group = at_least_1(problem.heads_q / at_least_1(problem.heads_k));
+    // cache_bytes: what of the second-level cache the other axis of heads that go together may take.
+    static RowTiling of_queries(const ForwardProblem& problem, Position tile, int64_t cache_bytes) {
+        const int64_t row_bytes = (problem.head_dim + problem.head_dim_v) * element_bytes(problem.dtype);
         return RowTiling(problem, true, tile, problem.cu_seqlens_q ? problem.rows_q : problem.seqlen_q,
                          problem.heads_q, problem.cu_seqlens_q, problem.key_blocks,
-                         l2_bytes * group / at_least_1(problem.seqlen_k));
+                         row_bytes * problem.seqlen_k / group_of(problem), cache_bytes);
     }
-    static RowTiling of_keys(const ForwardProblem& problem, Position tile, int64_t l2_bytes) {
-        const int64_t group = at_least_1(problem.heads_q / at_least_1(problem.heads_k));
+    static RowTiling of_keys(const ForwardProblem& problem, Position tile, int64_t cache_bytes) {
+        const int64_t row_bytes = (problem.head_dim + problem.head_dim_v) * element_bytes(problem.dtype);
         return RowTiling(problem, false, tile, problem.cu_seqlens_k ? problem.rows_k : problem.seqlen_k,
                          problem.heads_k, problem.cu_seqlens_k, problem.query_blocks,
-                         l2_bytes / group / at_least_1(problem.seqlen_q));
+                         row_bytes * problem.seqlen_q * group_of(problem), cache_bytes);
     }
 
     int64_t count() const { return count_; }
+    FLASH_HOST_DEVICE uint32_t tiles() const { return tiles_; }  // of a head
+    int64_t heads() const { return all_heads_; }                 // of all batch entries
+    int64_t section() const { return order_.section(); }         // heads that go together
 
-    // descending: a head's last tile first, which under a causal mask is the longest one of queries.
+    FLASH_HOST_DEVICE TileOrder::Place place(uint32_t index) const { return order_(index); }
+
+    // The first tile of a batch entry, in place()'s count.
+    __device__ __forceinline__ uint32_t first_tile(int64_t batch) const {
+        return packed_.cu_seqlens ? uint32_t(packed_.first_slot(batch)) : 0;
+    }
+
     __device__ __forceinline__ RowTile operator()(uint32_t index, const ForwardProblem& problem,
                                                   bool descending) const {
-        const TileOrder::Place place = order_(index);
+        return (*this)(place(index), problem, descending);
+    }
+
+    // descending: a head's last tile first, which under a causal mask is the longest one of queries.
+    __device__ __forceinline__ RowTile operator()(const TileOrder::Place& place,
+                                                  const ForwardProblem& problem, bool descending) const {
         uint32_t slot = descending ? tiles_ - 1 - place.tile : place.tile;
         const uint32_t of_batch = heads_.quotient(place.head), head = heads_.remainder(place.head);
         RowTile tile;
@@ -64,33 +78,37 @@ class RowTiling {
     }
 
   private:
-    // Blocks that don't start at a multiple of 16 leave room for the rows before them. l2_share: bytes of the
-    // cache for each row of a head's other axis.
+    // Blocks that don't start at a multiple of 16 leave room for the rows before them. head_bytes: of a
+    // head's other axis.
     RowTiling(const ForwardProblem& problem, bool queries, Position tile, int64_t rows, int64_t heads,
-              const int32_t* cu_seqlens, const BlockLists& lists, int64_t l2_share)
+              const int32_t* cu_seqlens, const BlockLists& lists, int64_t head_bytes, int64_t cache_bytes)
         : packed_{cu_seqlens, problem.batch, rows, tile},
           cuts_(rows, lists, lists.counts && lists.row_block % 16 != 0 ? tile - 16 : tile),
           queries_(queries),
           tiles_(uint32_t(at_least_1(cu_seqlens ? packed_.slots() : cuts_.count()))),
-          order_(tiles_, at_least_1(heads * (cu_seqlens ? 1 : problem.batch)), section(problem, l2_share)),
+          all_heads_(heads * (cu_seqlens ? 1 : problem.batch)),
+          order_(tiles_, at_least_1(all_heads_), section(problem, head_bytes, cache_bytes)),
           heads_(uint32_t(at_least_1(heads))),
-          group_(uint32_t(at_least_1(problem.heads_q / at_least_1(problem.heads_k)))),
-          count_((cu_seqlens ? packed_.slots() : cuts_.count() * problem.batch) * heads) {}
+          group_(uint32_t(group_of(problem))),
+          count_((cu_seqlens ? packed_.slots() : cuts_.count()) * all_heads_) {}
 
     static int64_t at_least_1(int64_t count) { return count > 1 ? count : 1; }
 
-    // How many heads go together: those whose other axis takes a third of the cache, if a diagonal makes some
-    // tiles longer than others.
-    static int64_t section(const ForwardProblem& problem, int64_t l2_share) {
+    static int64_t group_of(const ForwardProblem& problem) {
+        return at_least_1(problem.heads_q / at_least_1(problem.heads_k));
+    }
+
+    // How many heads go together, if a diagonal makes some tiles longer than others.
+    static int64_t section(const ForwardProblem& problem, int64_t head_bytes, int64_t cache_bytes) {
         if (problem.window_right < 0 || problem.window_left >= 0) return 1;
-        const int64_t bytes = (problem.head_dim + problem.head_dim_v) * element_bytes(problem.dtype);
-        return at_least_1(l2_share / 3 / at_least_1(bytes));
+        return at_least_1(cache_bytes / at_least_1(head_bytes));
     }
 
     PackedTiles packed_;  // cu_seqlens == nullptr: dense
     RowTiles cuts_;
     bool queries_;
-    uint32_t tiles_;  // of a head
+    uint32_t tiles_;
+    int64_t all_heads_;
     TileOrder order_;
     Division heads_, group_;
     int64_t count_;

@@ -1,0 +1,228 @@
+// Where dQ is summed up while blocks walk by keys: fp32 additions in device memory, from which nobody knows
+// which one is the last.
+//
+// Sums of all of dQ, cleared before the walk and rounded after it, go through device memory four times at
+// twice dQ's size, which for short sequences is a fifth of the time. There a few places for sums are enough,
+// which stay in the second-level cache. A unit is what the blocks of one key head add to: the sums of its
+// group's query heads, of one batch entry (of all, where sequences are packed). The last block of a unit
+// rounds its sums to dQ and clears their place for a later unit, whose blocks wait for that before they add.
+// They wait for blocks of lower indices alone, which the device starts first (as single-pass scans assume,
+// too), and there are so many places that those are done by then.
+//
+// For long sequences one block would be at a unit for long, and little is gained; and where heads go in large
+// sections, so many units are begun at once that the cache doesn't hold them. Then all units have places,
+// cleared at the start, and finish_dq rounds them.
+#pragma once
+
+#include <algorithm>
+
+#include "../ptx/counter.h"
+#include "../ptx/reduce.h"
+#include "../tile/warp_product.h"
+#include "loader.cuh"
+#include "row_tile.cuh"
+#include "score_gradient.cuh"
+
+namespace flash::cuda::sm80 {
+
+class DqSums {
+  public:
+    // Nothing is summed.
+    explicit DqSums(const RowTiling& queries) : queries_(queries), places_(1), unit_tiles_(1) {}
+
+    // keys: the tiling of the walk, of which the device runs so many blocks at once. group: query heads of a
+    // key head. Tiles of queries are tile_elements numbers large. in_walk: the units of short sequences are
+    // finished by their last blocks.
+    DqSums(const RowTiling& keys, const RowTiling& queries, int64_t group, int64_t blocks_at_once,
+           int64_t tile_elements, bool in_walk)
+        : queries_(queries),
+          units_(keys.heads()),
+          sharers_(keys.tiles()),
+          in_walk_(in_walk && keys.count() > 0 &&
+                   group * queries.tiles() * tile_elements * int64_t(sizeof(float)) < kLargeUnit),
+          places_(uint32_t(places(keys, blocks_at_once))),
+          unit_tiles_(uint32_t(group * queries.tiles())),
+          tile_elements_(tile_elements) {}
+
+    // Counters, then sums; all zero at the start.
+    int64_t bytes() const {
+        return counter_bytes() +
+               int64_t(places_.divisor) * unit_tiles_.divisor * tile_elements_ * int64_t(sizeof(float));
+    }
+    void lie_at(void* workspace) {
+        done_ = static_cast<uint32_t*>(workspace);
+        sums_ = reinterpret_cast<float*>(static_cast<char*>(workspace) + counter_bytes());
+    }
+
+    // How many tiles the walk leaves to finish_dq.
+    int64_t unfinished_tiles() const { return in_walk_ ? 0 : units_ * unit_tiles_.divisor; }
+
+    __device__ __forceinline__ bool exist() const { return sums_ != nullptr; }
+
+    // Of a unit's tile; of the first tile of a batch entry in the unit's i-th query head.
+    __device__ __forceinline__ float* of_tile(uint32_t unit, uint32_t tile) const {
+        return sums_ + (places_.remainder(unit) * int64_t(unit_tiles_.divisor) + tile) * tile_elements_;
+    }
+    __device__ __forceinline__ float* of_head(uint32_t unit, int i, int64_t batch) const {
+        return of_tile(unit, i * queries_.tiles() + queries_.first_tile(batch));
+    }
+
+    // How many tiles a unit has, and which queries a tile holds.
+    __device__ __forceinline__ const Division& unit_tiles() const { return unit_tiles_; }
+    __device__ __forceinline__ RowTile rows_of(const ForwardProblem& problem, uint32_t unit,
+                                               uint32_t tile) const {
+        return queries_(unit * unit_tiles_.divisor + tile, problem, false);
+    }
+
+    // By one thread, before a barrier in front of the block's first addition.
+    __device__ __forceinline__ void wait_for_place(uint32_t unit) const {
+        if (!exist() || unit < places_.divisor) return;
+        while (load_acquire(done_ + (unit - places_.divisor)) <= sharers_) __nanosleep(50);
+    }
+
+    // By one thread, behind a barrier after the block's last addition: true if the block is to finish the
+    // unit, after another barrier.
+    __device__ __forceinline__ bool last_of(uint32_t unit) const {
+        return exist() && in_walk_ && add_acquire_release(done_ + unit, 1) == sharers_ - 1;
+    }
+
+    // By one thread, behind a barrier after that.
+    __device__ __forceinline__ void free_place(uint32_t unit) const { add_release(done_ + unit, 1); }
+
+  private:
+    static constexpr int64_t kLargeUnit = 1 << 20;  // bytes; 256 KiB take a block 12 us on an H100
+
+    // As many as the units that blocks which run at once belong to, and more for those that take longer;
+    // where heads go in sections, whole ones.
+    int64_t places(const RowTiling& keys, int64_t blocks_at_once) const {
+        const int64_t section = keys.section(), blocks = section * keys.tiles();
+        const int64_t needed = section * (1 + (blocks_at_once * 7 / 4 + blocks - 1) / blocks);
+        return std::max<int64_t>(1, in_walk_ ? std::min(needed, units_) : units_);
+    }
+
+    int64_t counter_bytes() const { return (units_ * int64_t(sizeof(uint32_t)) + 255) / 256 * 256; }
+
+    RowTiling queries_;
+    int64_t units_ = 0;
+    uint32_t sharers_ = 0;  // blocks of a unit
+    bool in_walk_ = false;
+    Division places_;
+    Division unit_tiles_;  // tiles of queries, of all its heads
+    int64_t tile_elements_ = 0;
+    uint32_t* done_ = nullptr;  // of each unit: blocks, and one more when it is finished
+    float* sums_ = nullptr;  // [places, group, tiles of queries, the threads' accumulators], so that a warp
+                             // adds to consecutive addresses
+};
+
+// A tile of sums and what a thread has of it: the accumulators of dQ += dS K, for which kRowWarps warps
+// divide the rows and the others the columns.
+template <DType dtype, int kRows, int kColumns, int kWarps, int kRowWarps>
+class DqTile {
+  public:
+    static constexpr int threads = kWarps * 32, column_warps = kWarps / kRowWarps;
+    using Accumulators = Fragment<kRows / kRowWarps, kColumns / column_warps>;
+
+    // The warp's first ones.
+    __device__ __forceinline__ static int row() {
+        return threadIdx.x / 32 / column_warps * Accumulators::row_tiles * 16;
+    }
+    __device__ __forceinline__ static int column() {
+        return threadIdx.x / 32 % column_warps * Accumulators::column_tiles * 8;
+    }
+
+    __device__ __forceinline__ static void add(float* sums, const Accumulators& dq) {
+        each([&](int m, int n, int place) {
+            const auto& x = dq.value[m][n];
+#if __CUDA_ARCH__ >= 900
+            reduce_add(reinterpret_cast<float4*>(sums + place) + threadIdx.x,
+                       make_float4(x[0], x[1], x[2], x[3]));
+#else
+#pragma unroll
+            for (int e = 0; e < 4; ++e) reduce_add(sums + place + e * threads + threadIdx.x, x[e]);
+#endif
+        });
+    }
+
+    // Sums that are complete, past the first-level cache, which doesn't see additions.
+    __device__ __forceinline__ static void load(Accumulators& dq, const float* sums) {
+        each([&](int m, int n, int place) {
+            auto& x = dq.value[m][n];
+#if __CUDA_ARCH__ >= 900
+            const float4 sum = __ldcg(reinterpret_cast<const float4*>(sums + place) + threadIdx.x);
+            x[0] = sum.x, x[1] = sum.y, x[2] = sum.z, x[3] = sum.w;
+#else
+#pragma unroll
+            for (int e = 0; e < 4; ++e) x[e] = __ldcg(sums + place + e * threads + threadIdx.x);
+#endif
+        });
+    }
+
+    // What the same thread has loaded.
+    __device__ __forceinline__ static void clear(float* sums) {
+        each([&](int, int, int place) {
+#if __CUDA_ARCH__ >= 900
+            __stcg(reinterpret_cast<float4*>(sums + place) + threadIdx.x, make_float4(0, 0, 0, 0));
+#else
+#pragma unroll
+            for (int e = 0; e < 4; ++e) __stcg(sums + place + e * threads + threadIdx.x, 0.f);
+#endif
+        });
+    }
+
+    // The sums become dQ, by way of a tile in shared memory.
+    __device__ __forceinline__ static void store(const BackwardProblem& problem, const RowTile& tile,
+                                                 Accumulators& dq, uint32_t shared_tile) {
+        using Tile = SmemTile<kRows, kColumns, element_bytes(dtype)>;
+        const ForwardProblem& forward = problem.forward;
+        float scale = features_of(forward) == Features::none ? float(forward.softmax_scale) : 1.f;
+        if (tile.unowned) scale = 0;
+#pragma unroll
+        for (int r = 0; r < Accumulators::rows; ++r)
+#pragma unroll
+            for (int column = 0; column < Accumulators::columns; ++column) dq.at(r, column) *= scale;
+        const HeadRows<Bits<dtype>> out(problem.dq, tile.unowned ? 0 : tile.batch,
+                                        tile.sequence.first_query_row, tile.head, forward.head_dim);
+        store_fragment<dtype, Tile>(shared_tile, dq, row(), column());
+        __syncthreads();
+        store_tile<threads, Tile>(out, shared_tile, tile.first, tile.rows);
+        __syncthreads();
+    }
+
+  private:
+    template <class Visit>
+    __device__ __forceinline__ static void each(const Visit& visit) {
+#pragma unroll
+        for (int m = 0; m < Accumulators::row_tiles; ++m)
+#pragma unroll
+            for (int n = 0; n < Accumulators::column_tiles; ++n)
+                visit(m, n, (m * Accumulators::column_tiles + n) * 4 * threads);
+    }
+};
+
+// By the whole block: the next tile's sums are on their way while one is stored.
+template <class Tile>
+__device__ __forceinline__ void finish_unit(const BackwardProblem& problem, const DqSums& sums, uint32_t unit,
+                                            uint32_t shared_tile) {
+    const uint32_t tiles = sums.unit_tiles().divisor;
+    typename Tile::Accumulators dq, next;
+    Tile::load(next, sums.of_tile(unit, 0));
+#pragma unroll 1
+    for (uint32_t tile = 0; tile < tiles; ++tile) {
+        dq = next;
+        if (tile + 1 < tiles) Tile::load(next, sums.of_tile(unit, tile + 1));
+        Tile::clear(sums.of_tile(unit, tile));
+        const RowTile rows = sums.rows_of(problem.forward, unit, tile);
+        if (!rows.rows.empty()) Tile::store(problem, rows, dq, shared_tile);
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) sums.free_place(unit);
+}
+
+// As a function of its own, which leaves the registers of the walk alone.
+template <class Tile>
+__device__ __noinline__ void finish_unit_apart(const BackwardProblem& problem, const DqSums& sums,
+                                               uint32_t unit, uint32_t shared_tile) {
+    finish_unit<Tile>(problem, sums, unit, shared_tile);
+}
+
+}  // namespace flash::cuda::sm80

@@ -1,0 +1,52 @@
+"""Short sequences by the hundred: places for sums of dQ are used again (csrc/cuda/sm80/dq_sums.cuh). Every
+case has more heads, of all batch entries, than there are places on an H100."""
+
+import pytest
+import torch
+
+import flash_attn
+from attention_case import Case
+from gpu import DEVICE, HALVES, check, deterministic_as_asked, needs_gpu  # noqa: F401
+
+pytestmark = [needs_gpu, pytest.mark.usefixtures("deterministic_as_asked")]
+
+FEATURES = [{}, {"causal": True}, {"window_size": (20, 10)}, {"softcap": 15.0, "causal": True},
+            {"dropout_p": 0.2}]
+
+
+@pytest.mark.parametrize("features", FEATURES, ids=str)
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+def test_many_heads(head_dim, features):
+    case = Case(torch.bfloat16, 60, 70, 90, 14, 14, head_dim, device=DEVICE, **features)
+    case.check(dlse=case.draw_dlse())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("seqlen_q,seqlen_k", [(1, 200), (130, 65), (300, 300)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_many_groups(dtype, seqlen_q, seqlen_k, causal):
+    case = Case(dtype, 30, seqlen_q, seqlen_k, 28, 14, 64, causal=causal, device=DEVICE)
+    case.check()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_many_heads_of_packed_sequences(causal):
+    case = Case(torch.bfloat16, num_heads=500, num_heads_k=500, head_dim=64, causal=causal,
+                cu_seqlens_q=(0, 5, 5, 70, 100), cu_seqlens_k=(0, 9, 40, 40, 120), tail=3, device=DEVICE)
+    case.check()
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_many_heads_under_a_map(dtype):
+    case = Case(dtype, 50, 128, 192, 12, 12, 64, device=DEVICE)
+    generator = torch.Generator().manual_seed(0)
+    check(case, block_map=(torch.rand(50, 12, 2, 3, generator=generator) < 0.5).to(DEVICE), block_size=64)
+
+
+def test_the_same_batch_entry_everywhere():
+    """Whatever place its sums had, dQ is that of the deterministic walk."""
+    q, k, v, dout = (torch.randn(1, 96, 16, 64, device=DEVICE, dtype=torch.bfloat16).expand(
+        200, -1, -1, -1).contiguous().requires_grad_() for _ in range(4))
+    dq, = torch.autograd.grad(flash_attn.flash_attn_func(q, k, v), q, dout)
+    expected, = torch.autograd.grad(flash_attn.flash_attn_func(q, k, v, deterministic=True), q, dout)
+    torch.testing.assert_close(dq, expected, atol=2e-3, rtol=2e-2)
