@@ -28,7 +28,7 @@ struct ForwardKernel {
     DType dtype;
     int head_dim;  // at most, of queries and of values
     int query_tile, key_tile;
-    int from_keys;         // for queries that see so many keys or more, on average
+    int from_keys;         // for queries that see so many keys or more (plan.cpp)
     int blocks;            // that a multiprocessor can hold at once, if it has the shared memory
     int64_t shared_bytes;  // of one block
     // splits > 1: that many blocks share the keys of a query tile, and combine adds them up.

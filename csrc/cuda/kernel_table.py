@@ -58,7 +58,7 @@ class Row:
     kernel: str  # "forward", "backward" or "query_gradient": the source is <engine>/<kernel>.cu
     dtypes: tuple
     configuration: object
-    from_keys: int = 0  # if queries see fewer, on average, the next row takes them
+    from_keys: int = 0  # if queries see fewer, the next row takes them
 
     def name(self, dtype):
         c = self.configuration

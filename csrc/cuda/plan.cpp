@@ -34,13 +34,21 @@ bool all_blocks_fit(const Kernel& kernel, const Device& device) {
     return kernel.blocks * (kernel.shared_bytes + system) <= device.shared_bytes_per_block + system;
 }
 
-// How many keys a query sees on average, where no map of blocks says otherwise.
-int64_t keys_seen(const ForwardProblem& problem) {
-    int64_t seen = problem.seqlen_k;
-    if (problem.window_right >= 0) seen -= std::min(problem.seqlen_q, problem.seqlen_k) / 2;
-    if (problem.window_left >= 0 && problem.window_right >= 0)
-        seen = std::min(seen, problem.window_left + problem.window_right + 1);
-    return seen;
+// The most keys that a query sees, where no map of blocks says otherwise.
+int64_t most_keys(const ForwardProblem& problem) {
+    if (problem.window_left < 0 || problem.window_right < 0) return problem.seqlen_k;
+    return std::min(problem.seqlen_k, problem.window_left + problem.window_right + 1);
+}
+
+// What a kernel's from_keys is compared with: in the backward how many keys a query sees on average (measured
+// under a causal mask).
+int64_t keys_for(const ForwardKernel&, const ForwardProblem& problem) {
+    return most_keys(problem);
+}
+
+int64_t keys_for(const BackwardKernel&, const ForwardProblem& problem) {
+    const int64_t hidden = problem.window_right < 0 ? 0 : std::min(problem.seqlen_q, problem.seqlen_k) / 2;
+    return std::min(most_keys(problem), problem.seqlen_k - hidden);
 }
 
 // Kernels for long sequences have large tiles, of which a map of small blocks would leave much unused.
@@ -49,7 +57,7 @@ bool suits_lengths(const Kernel& kernel, const ForwardProblem& problem) {
     const BlockLists& lists = problem.key_blocks;
     const bool small_blocks = lists.counts && std::min(lists.row_block, lists.column_block) <
                                                   std::max(kernel.query_tile, kernel.key_tile);
-    return kernel.from_keys <= keys_seen(problem) && !(kernel.from_keys > 0 && small_blocks);
+    return kernel.from_keys <= keys_for(kernel, problem) && !(kernel.from_keys > 0 && small_blocks);
 }
 
 // The first kernel that the device can run and that suits the problem; among those of the same head dim one
@@ -97,9 +105,9 @@ std::string reason_of(const Kernel& kernel, const Kernel* chosen, const ForwardP
     if (kernel.head_dim < larger_head_dim(problem))
         return "it takes head dims up to " + std::to_string(kernel.head_dim) + ", here it is " +
                std::to_string(larger_head_dim(problem));
-    if (kernel.from_keys > keys_seen(problem))
+    if (kernel.from_keys > keys_for(kernel, problem))
         return "it is for queries that see " + std::to_string(kernel.from_keys) +
-               " keys or more, here they see " + std::to_string(keys_seen(problem)) + " on average";
+               " keys or more, here they see " + std::to_string(keys_for(kernel, problem));
     if (!suits_lengths(kernel, problem)) return "its tiles are larger than the map's blocks";
     if (kernel.shared_bytes > device.shared_bytes_per_block)
         return "it needs " + std::to_string(kernel.shared_bytes) + " bytes of shared memory, this GPU has " +
