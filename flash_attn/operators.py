@@ -78,7 +78,29 @@ def _gradients(ctx, dout, dlse):
     return (*backward(dout, dlse, q, k, v, out, lse, *options), *[None] * NUM_OPTIONS)
 
 
-torch.library.register_autograd("flash_attn::attention_forward", _gradients, setup_context=_save_for_backward)
+def _forward_without_gradients(*inputs):
+    with torch._C._AutoDispatchBelowAutograd():
+        return forward(*inputs)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, *inputs):
+        output = _forward_without_gradients(*inputs)
+        _save_for_backward(ctx, inputs, output)
+        return output
+
+    backward = staticmethod(_gradients)
+
+
+def _forward_with_gradients(q, k, v, *options):
+    needed = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    return (_Attention.apply if needed else _forward_without_gradients)(q, k, v, *options)
+
+
+# torch.library.register_autograd does the same, and takes 100 us a call to look up defaults; there are none.
+_library = torch.library.Library("flash_attn", "FRAGMENT")
+_library.impl("attention_forward", _forward_with_gradients, "Autograd")
 
 
 def _no_second_derivative(ctx, *gradients):
