@@ -51,13 +51,17 @@ int64_t keys_for(const BackwardKernel&, const ForwardProblem& problem) {
     return std::min(most_keys(problem), problem.seqlen_k - hidden);
 }
 
+template <class Kernel>
+bool enough_keys(const Kernel& kernel, const ForwardProblem& problem) {
+    return kernel.from_keys <= keys_for(kernel, problem);
+}
+
 // Kernels for long sequences have large tiles, of which a map of small blocks would leave much unused.
 template <class Kernel>
-bool suits_lengths(const Kernel& kernel, const ForwardProblem& problem) {
+bool blocks_fill_tiles(const Kernel& kernel, const ForwardProblem& problem) {
     const BlockLists& lists = problem.key_blocks;
-    const bool small_blocks = lists.counts && std::min(lists.row_block, lists.column_block) <
-                                                  std::max(kernel.query_tile, kernel.key_tile);
-    return kernel.from_keys <= keys_for(kernel, problem) && !(kernel.from_keys > 0 && small_blocks);
+    return !lists.counts || kernel.from_keys == 0 ||
+           std::min(lists.row_block, lists.column_block) >= std::max(kernel.query_tile, kernel.key_tile);
 }
 
 // The first kernel that the device can run and that suits the problem; among those of the same head dim one
@@ -69,7 +73,8 @@ const Kernel* first_fit(const Kernel* const* kernels, const ForwardProblem& prob
     for (; *kernels; ++kernels) {
         const Kernel& kernel = **kernels;
         if (kernel.dtype != problem.dtype || kernel.head_dim < larger_head_dim(problem) ||
-            kernel.shared_bytes > device.shared_bytes_per_block || !suits_lengths(kernel, problem))
+            kernel.shared_bytes > device.shared_bytes_per_block || !enough_keys(kernel, problem) ||
+            !blocks_fill_tiles(kernel, problem))
             continue;
         if (first && kernel.head_dim != first->head_dim) break;
         if (all_blocks_fit(kernel, device)) return &kernel;
@@ -105,10 +110,10 @@ std::string reason_of(const Kernel& kernel, const Kernel* chosen, const ForwardP
     if (kernel.head_dim < larger_head_dim(problem))
         return "it takes head dims up to " + std::to_string(kernel.head_dim) + ", here it is " +
                std::to_string(larger_head_dim(problem));
-    if (kernel.from_keys > keys_for(kernel, problem))
+    if (!enough_keys(kernel, problem))
         return "it is for queries that see " + std::to_string(kernel.from_keys) +
                " keys or more, here they see " + std::to_string(keys_for(kernel, problem));
-    if (!suits_lengths(kernel, problem)) return "its tiles are larger than the map's blocks";
+    if (!blocks_fill_tiles(kernel, problem)) return "its tiles are larger than the map's blocks";
     if (kernel.shared_bytes > device.shared_bytes_per_block)
         return "it needs " + std::to_string(kernel.shared_bytes) + " bytes of shared memory, this GPU has " +
                std::to_string(device.shared_bytes_per_block);

@@ -86,7 +86,7 @@ ForwardProblem problem_of(const dict& sizes) {
     if (sizes["packed"].cast<bool>()) problem.cu_seqlens_q = problem.cu_seqlens_k = &something;
     if (sizes["block_mask"].cast<bool>()) {
         problem.key_blocks.counts = &something;
-        problem.key_blocks.row_block = problem.key_blocks.column_block = 64;
+        problem.key_blocks.row_block = problem.key_blocks.column_block = 64;  // a usual size
         problem.query_blocks = problem.key_blocks;
     }
     return problem;

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "../../csrc/cuda/tile/tile_layout.h"
+#include "tile_place.h"
 
 using flash::cuda::TileLayout;
 
@@ -30,12 +31,6 @@ static bool conflict_free(const std::vector<uint32_t>& addresses, uint32_t width
         if (banks.size() != 32) return false;
     }
     return true;
-}
-
-template <class Layout>
-static uint32_t place(int row, int column) {
-    return Layout::offset(row, column / Layout::panel, column % Layout::panel / Layout::chunk_elements) +
-           column % Layout::chunk_elements * Layout::element_bytes;
 }
 
 // access(lane): its address.

@@ -7,6 +7,7 @@
 #include "../../csrc/cuda/tile/gpu_math.h"
 #include "../../csrc/cuda/tile/product_steps.h"
 #include "../../csrc/cuda/tile/smem_tile.h"
+#include "../cpp/tile_place.h"
 #include "device_case.h"
 #include "formats.h"
 
@@ -235,12 +236,6 @@ __global__ void lane_addresses(uint32_t* to) {
     address[1] = Half::by_columns(Half::lane_columns_first(0));
     address[2] = Single::by_rows(Single::at(Single::lane_rows_first(0), 0, 8));
     address[3] = Single::by_columns(Single::at(Single::lane_columns_first(0), 0, 8));
-}
-
-template <class Layout>
-uint32_t place(int row, int column) {
-    return Layout::offset(row, column / Layout::panel, column % Layout::panel / Layout::chunk_elements) +
-           column % Layout::chunk_elements * Layout::element_bytes;
 }
 
 // What each lane reads at, and that the lanes which the hardware serves together read 32 banks.

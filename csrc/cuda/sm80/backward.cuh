@@ -355,13 +355,7 @@ class BackwardTile {
     __device__ __forceinline__ void store() {
         const ForwardProblem& problem = problem_.forward;
         const RowTile& tile = shared_.tile;
-        if constexpr (features == Features::none) {
-            const float scale = float(problem.softmax_scale);
-#pragma unroll
-            for (int r = 0; r < Gradient::rows; ++r)
-#pragma unroll
-                for (int column = 0; column < Gradient::columns; ++column) dk_.at(r, column) *= scale;
-        }
+        if constexpr (features == Features::none) dk_ *= float(problem.softmax_scale);
         const int row = warp() / gradient_columns * Gradient::row_tiles * 16;
         const int column = warp() % gradient_columns * Gradient::column_tiles * 8;
         cp_async_wait_all();

@@ -176,10 +176,7 @@ class DqTile {
         const ForwardProblem& forward = problem.forward;
         float scale = features_of(forward) == Features::none ? float(forward.softmax_scale) : 1.f;
         if (tile.unowned) scale = 0;
-#pragma unroll
-        for (int r = 0; r < Accumulators::rows; ++r)
-#pragma unroll
-            for (int column = 0; column < Accumulators::columns; ++column) dq.at(r, column) *= scale;
+        dq *= scale;
         const HeadRows<Bits<dtype>> out(problem.dq, tile.unowned ? 0 : tile.batch,
                                         tile.sequence.first_query_row, tile.head, forward.head_dim);
         store_fragment<dtype, Tile>(shared_tile, dq, row(), column());

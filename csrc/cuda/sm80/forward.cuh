@@ -65,14 +65,7 @@ class ForwardTile {
         out_.clear();
         TileWalk<c.key_tile> walk(shared_.plan.warp(), shared_.plan.start);
         const Pipeline pipeline(shared_.keys, problem_, shared_.plan);
-        if (loaded_early_)
-            pipeline.loaded_early();
-        else
-            pipeline.load(0, walk);
-        if (!walk.more()) {  // O takes the place of Q, which may still be on its way
-            cp_async_wait_all();
-            __syncthreads();
-        }
+        pipeline.begin(loaded_early_, walk);
         uint32_t tile = 0;     // how many are done
         uint32_t too_low = 0;  // rows of the lane whose maximum was, a bit each: the tile is done again
         while (walk.more() || too_low) {

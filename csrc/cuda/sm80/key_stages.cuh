@@ -57,9 +57,17 @@ class KeyPipeline {
     __device__ __forceinline__ KeyPipeline(Stages& shared, const ForwardProblem& problem, const Plan& plan)
         : shared_(shared), problem_(problem), plan_(plan), keys_(plan.keys), values_(plan.values) {}
 
-    // Of load_early().
-    __device__ __forceinline__ void loaded_early() const {
-        mbarrier_arrive_behind_copies(of_tile(shared_.full, 0));
+    // The first tile, unless load_early() has asked for it. Where there is none: waits for all that the block
+    // has copied, as results take the place of the queries.
+    __device__ __forceinline__ void begin(bool loaded_early, const TileWalk<kRows>& walk) const {
+        if (loaded_early)
+            mbarrier_arrive_behind_copies(of_tile(shared_.full, 0));
+        else
+            load(0, walk);
+        if (!walk.more()) {
+            cp_async_wait_all();
+            __syncthreads();
+        }
     }
 
     // The walk stands at that tile, or at the end. With one stage after leave() of the tile before.

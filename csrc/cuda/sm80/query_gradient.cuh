@@ -43,14 +43,7 @@ class QueryGradientTile {
         dq_.clear();
         TileWalk<c.key_tile> walk(shared_.plan.warp(), shared_.plan.start);
         const Pipeline pipeline(shared_.keys, problem_.forward, shared_.plan);
-        if (loaded_early_)
-            pipeline.loaded_early();
-        else
-            pipeline.load(0, walk);
-        if (!walk.more()) {  // dQ takes the place of Q, which may still be on its way
-            cp_async_wait_all();
-            __syncthreads();
-        }
+        pipeline.begin(loaded_early_, walk);
         for (uint32_t tile = 0; walk.more(); ++tile) {
             pipeline.wait(tile);
             const Part part{walk.first(), walk.seen(shared_.plan.warp()), walk.masked()};
@@ -145,13 +138,7 @@ class QueryGradientTile {
 
     __device__ __forceinline__ void store() {
         const RowTile& tile = shared_.plan.tile;
-        if constexpr (features == Features::none) {
-            const float scale = float(problem_.forward.softmax_scale);
-#pragma unroll
-            for (int r = 0; r < Scores::rows; ++r)
-#pragma unroll
-                for (int column = 0; column < dq_.columns; ++column) dq_.at(r, column) *= scale;
-        }
+        if constexpr (features == Features::none) dq_ *= float(problem_.forward.softmax_scale);
         // Its rows of Q are read by nobody else.
         store_fragment<dtype, QueryTile>(shared_address(shared_.q), dq_, warp_row(), 0);
         __syncwarp();

@@ -24,16 +24,14 @@ class RowTiling {
   public:
     // cache_bytes: what of the second-level cache the other axis of heads that go together may take.
     static RowTiling of_queries(const ForwardProblem& problem, Position tile, int64_t cache_bytes) {
-        const int64_t row_bytes = (problem.head_dim + problem.head_dim_v) * element_bytes(problem.dtype);
         return RowTiling(problem, true, tile, problem.cu_seqlens_q ? problem.rows_q : problem.seqlen_q,
                          problem.heads_q, problem.cu_seqlens_q, problem.key_blocks,
-                         row_bytes * problem.seqlen_k / group_of(problem), cache_bytes);
+                         row_bytes(problem) * problem.seqlen_k / group_of(problem), cache_bytes);
     }
     static RowTiling of_keys(const ForwardProblem& problem, Position tile, int64_t cache_bytes) {
-        const int64_t row_bytes = (problem.head_dim + problem.head_dim_v) * element_bytes(problem.dtype);
         return RowTiling(problem, false, tile, problem.cu_seqlens_k ? problem.rows_k : problem.seqlen_k,
                          problem.heads_k, problem.cu_seqlens_k, problem.query_blocks,
-                         row_bytes * problem.seqlen_q * group_of(problem), cache_bytes);
+                         row_bytes(problem) * problem.seqlen_q * group_of(problem), cache_bytes);
     }
 
     int64_t count() const { return count_; }
@@ -96,6 +94,11 @@ class RowTiling {
 
     static int64_t group_of(const ForwardProblem& problem) {
         return at_least_1(problem.heads_q / at_least_1(problem.heads_k));
+    }
+
+    // Of a query and its output's gradient, of a key and its value.
+    static int64_t row_bytes(const ForwardProblem& problem) {
+        return (problem.head_dim + problem.head_dim_v) * element_bytes(problem.dtype);
     }
 
     // How many heads go together, if a diagonal makes some tiles longer than others.

@@ -35,6 +35,13 @@ struct Fragment {
     __device__ __forceinline__ static int row(int r) { return r / 2 * 16 + r % 2 * 8 + lane_index() / 4; }
     __device__ __forceinline__ static int column(int c) { return c / 2 * 8 + lane_index() % 4 * 2 + c % 2; }
     static constexpr int columns = 2 * column_tiles;  // that one lane holds
+
+    __device__ __forceinline__ void operator*=(float factor) {
+#pragma unroll
+        for (int r = 0; r < rows; ++r)
+#pragma unroll
+            for (int column = 0; column < columns; ++column) at(r, column) *= factor;
+    }
 };
 
 // Over the four lanes that share their rows.
