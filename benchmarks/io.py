@@ -1,7 +1,6 @@
 """Bytes that attention moves, counted by the GPU: ours against standard attention and the paper's formula.
 
     python benchmarks/io.py --json results.json --plot io.png      # needs ncu (Nsight Compute) and a CUDA GPU
-    python benchmarks/io.py --variants NAME=VALUE NAME=VALUE       # ours also under environment variables
     python benchmarks/io.py --plot results.json                    # anywhere, later
 
 FlashAttention's Theorem 2 counts accesses of elements outside the on-chip memory of M elements: of order
@@ -16,7 +15,8 @@ N d + N^2 for standard attention, N^2 d^2 / M for flash attention, a head and pa
 
 The formulas have no constants (and the second one is meant for N d >= M): they hold if L2-SM over formula
 hardly changes down the column. The kernels of a pass are summed. Standard attention is three kernels and
-more: Q K^T, softmax and P V in the inputs' dtype.
+more: Q K^T, softmax and P V in the inputs' dtype. The size of the tiles is what M decides on: ours is also
+counted at the largest head dim with the kernels of chips that have less shared memory.
 """
 
 import argparse
@@ -52,6 +52,8 @@ NCU_OPTIONS = ["--clock-control", "none", "--profile-from-start", "off", "--targ
                "--print-units", "base", "--csv"]
 SEPARATOR = "spin_kernel"  # of torch.cuda._sleep: one is launched before each pass
 DIRECTIONS = ("forward", "backward")
+SWEEPS = {"seqlen": "sequence length", "head_dim": "head dim",
+          "shared_kib": "shared memory that a block may take, KiB"}
 COMPARED = (OURS, "standard")
 
 
@@ -141,14 +143,15 @@ def formula_bytes(cell, implementation, shared_bytes):
     return cell.batch * cell.heads * elements * itemsize
 
 
-def rows_of(sweep, cells, label, passes, implementations, shared_bytes):
+def rows_of(sweep, cells, passes, implementations, shared_bytes):
     """One row a cell, direction and implementation."""
     counted = iter(passes)
     for cell in cells:
         for name in implementations:
             for direction in DIRECTIONS:
                 kernels = next(counted)
-                row = {"sweep": sweep, "label": label or getattr(cell, sweep), "direction": direction,
+                label = shared_bytes // 1024 if sweep == "shared_kib" else getattr(cell, sweep)
+                row = {"sweep": sweep, "label": label, "direction": direction,
                        "implementation": name, "seqlen": cell.seqlen, "head_dim": cell.head_dim,
                        "batch": cell.batch, "heads": cell.heads, "kernels": kernels,
                        "formula": formula_bytes(cell, name, shared_bytes)}
@@ -183,8 +186,8 @@ def table(rows):
                "DRAM", "L2-SM", "ours", "standard")
     cells = {}
     for row in rows:
-        variant = row["label"] if row["sweep"] == "variant" else ""
-        key = (row["direction"], variant, row["seqlen"], row["head_dim"])
+        limit = f"M = {row['label']} KiB" if row["sweep"] == "shared_kib" else ""
+        key = (row["direction"], limit, row["seqlen"], row["head_dim"])
         cells.setdefault(key, {})[row["implementation"]] = row
     missing = {"dram_read": None, "dram_write": None, "l2_sm": None, "formula": None}
     for key, pair in cells.items():
@@ -195,15 +198,14 @@ def table(rows):
 
 
 def draw(results, figure):
-    """Above over the sequence length with the formulas, below over what else was swept."""
-    other = "variant" if any(row["sweep"] == "variant" for row in results["rows"]) else "head_dim"
-    figure.set_size_inches(12, 8)
-    for line, sweep in zip(figure.subplots(2, len(DIRECTIONS)), ("seqlen", other)):
+    """A row of plots for each of SWEEPS, with the formulas."""
+    figure.set_size_inches(12, 12)
+    for line, sweep in zip(figure.subplots(3, len(DIRECTIONS)), SWEEPS):
         for ax, direction in zip(line, DIRECTIONS):
             for name, color in zip(COMPARED, ("C0", "C1")):
                 rows = [row for row in results["rows"] if row["sweep"] == sweep
                         and row["direction"] == direction and row["implementation"] == name]
-                # Labels, not numbers: lengths double, variants have names.
+                # Labels, not numbers: lengths double.
                 labels, short = [str(row["label"]) for row in rows], "ours" if name == OURS else name
                 for size, style, what in ((l2_sm, "o-", "L2-SM"), (dram, "s--", "DRAM")):
                     points = [(x, size(row) / 1e9) for x, row in zip(labels, rows) if size(row)]
@@ -212,8 +214,7 @@ def draw(results, figure):
                 if rows:
                     formula = "N d + N²" if name == "standard" else "N² d² / M"
                     ax.plot(labels, [row["formula"] / 1e9 for row in rows], ":", color=color, label=formula)
-            x = {"seqlen": "sequence length", "head_dim": "head dim", "variant": "variant"}[sweep]
-            ax.set(title=direction, xlabel=x, ylabel="GB", yscale="log")
+            ax.set(title=direction, xlabel=SWEEPS[sweep], ylabel="GB", yscale="log")
             ax.grid(alpha=0.3)
     figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside right upper")
     options = results["options"]
@@ -230,8 +231,8 @@ def parse(arguments):
                         help="the first one for all lengths, the others at the middle length")
     parser.add_argument("--tokens", type=int, default=16384, help="B * S, at least one sequence")
     parser.add_argument("--hidden", type=int, default=1024, help="H * D")
-    parser.add_argument("--variants", nargs="+", default=[], metavar="NAME=VALUE",
-                        help="ours again at the middle length, with this environment variable: tile sizes")
+    parser.add_argument("--shared-kib", nargs="*", type=int, default=[99, 163, 227],
+                        help="ours again at the middle length and last head dim, with so much shared memory")
     report.add_output_options(parser)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
@@ -253,12 +254,12 @@ def main(arguments=None):
     passes, rows = count(every, COMPARED, {}), []
     for sweep, cells in planned.items():
         size = len(cells) * len(COMPARED) * len(DIRECTIONS)
-        rows += rows_of(sweep, cells, None, passes[:size], COMPARED, shared_bytes)
+        rows += rows_of(sweep, cells, passes[:size], COMPARED, shared_bytes)
         passes = passes[size:]
-    middle = planned["head_dim"][:1]
-    for variant in options.variants:
-        counted = count(middle, (OURS,), dict([variant.split("=", 1)]))
-        rows += rows_of("variant", middle, variant, counted, (OURS,), shared_bytes)
+    largest = planned["head_dim"][-1:]
+    for limit in (1024 * kib for kib in options.shared_kib):
+        counted = count(largest, (OURS,), {"FLASH_ATTN_SHARED_BYTES": str(limit)})
+        rows += rows_of("shared_kib", largest, counted, (OURS,), limit)
     rows.sort(key=lambda row: DIRECTIONS.index(row["direction"]))
     print(*table(rows), sep="\n")
     asked = {name: value for name, value in vars(options).items() if name not in ("json", "plot", "worker")}

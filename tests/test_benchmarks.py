@@ -148,7 +148,7 @@ def test_io_sums_a_pass(io, tmp_path):
     passes = [[("ours", 2**21)], [("ours", 2**21), ("prepare", 2**20)], [("mm", 2**26)], [("mm", 2**27)]]
     counted = io.passes_of(ncu_log(io, passes * len(cells)))
     assert [kernel["name"] for kernel in counted[1]] == ["ours", "prepare"]
-    rows = list(io.rows_of("seqlen", cells, None, counted, io.COMPARED, 2**17))
+    rows = list(io.rows_of("seqlen", cells, counted, io.COMPARED, 2**17))
     assert len(rows) == 8 and rows[1]["l2_sm"] == 3 * 2**20 and io.dram(rows[1]) == 6 * 2**20
     # N^2 d^2 / M and N d + N^2, of 32 * 16 heads in bfloat16.
     assert rows[0]["formula"] == 512 * 512**2 * 64**2 / 2**16 * 2
@@ -164,7 +164,7 @@ def test_io_sums_a_pass(io, tmp_path):
 
 def test_io_counts_nothing_where_a_counter_is_missing(io):
     text = ncu_log(io, [[("ours", 2**21)]]).replace("2,097,152", "n/a")
-    (row, *_) = io.rows_of("seqlen", [CELL], None, io.passes_of(text) * 4, io.COMPARED, 2**17)
+    (row, *_) = io.rows_of("seqlen", [CELL], io.passes_of(text) * 4, io.COMPARED, 2**17)
     assert row["dram_read"] is None and io.dram(row) is None and row["l2_sm"] == 2**21
     assert " - " in list(io.table([row]))[2]
 

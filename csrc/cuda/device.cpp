@@ -2,6 +2,9 @@
 
 #if defined(FLASH_CUDA)
 #include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <cstdlib>
 #endif
 
 namespace flash::cuda {
@@ -22,6 +25,13 @@ std::string why_none(cudaError_t error) {
            decimal(driver);
 }
 
+// Bytes of shared memory that a block may take, or fewer if FLASH_ATTN_SHARED_BYTES says so: how tests and
+// benchmarks reach, on one machine, the kernels of chips that have less.
+int64_t within_wish(int64_t bytes) {
+    const char* const wish = std::getenv("FLASH_ATTN_SHARED_BYTES");
+    return wish ? std::min<int64_t>(bytes, std::atoll(wish)) : bytes;
+}
+
 Devices query() {
     Devices devices;
     int count = 0;
@@ -35,7 +45,7 @@ Devices query() {
         const int major = attribute(cudaDevAttrComputeCapabilityMajor);
         const int minor = attribute(cudaDevAttrComputeCapabilityMinor);
         devices.found.push_back({index, 10 * major + minor, attribute(cudaDevAttrMultiProcessorCount),
-                                 attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin),
+                                 within_wish(attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin)),
                                  attribute(cudaDevAttrL2CacheSize)});
     }
     if (error == cudaSuccess) return devices;

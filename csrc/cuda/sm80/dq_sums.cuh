@@ -93,11 +93,12 @@ class DqSums {
     static constexpr int64_t kLargeUnit = 1 << 20;  // bytes; 256 KiB take a block 12 us on an H100
 
     // As many as the units that blocks which run at once belong to, and more for those that take longer;
-    // where heads go in sections, whole ones.
+    // where heads go in sections, whole ones, since blocks must not wait for their own section's.
     int64_t places(const RowTiling& keys, int64_t blocks_at_once) const {
         const int64_t section = keys.section(), blocks = section * keys.tiles();
         const int64_t needed = section * (1 + (blocks_at_once * 7 / 4 + blocks - 1) / blocks);
-        return std::max<int64_t>(1, in_walk_ ? std::min(needed, units_) : units_);
+        const int64_t few = std::min(std::max(needed, keys.last_section()), units_);
+        return std::max<int64_t>(1, in_walk_ ? few : units_);
     }
 
     int64_t counter_bytes() const { return (units_ * int64_t(sizeof(uint32_t)) + 255) / 256 * 256; }

@@ -27,7 +27,7 @@
 namespace flash::cuda::sm80 {
 
 struct ForwardConfiguration {
-    int head_dim, query_tile, key_tile, warps, blocks, columns;
+    int head_dim, query_tile, key_tile, warps, blocks, columns, retries;
 };
 
 template <DType dtype, ForwardConfiguration c>
@@ -41,7 +41,9 @@ struct ForwardShared {
     QueryPlan<dtype, c.warps> plan;
 };
 
-template <DType dtype, ForwardConfiguration c, Features features>
+// careful: values that are not finite are kept from the rows that don't see them, tile by tile.
+template <DType dtype, ForwardConfiguration c, Features features,
+          bool careful = !c.retries || features != Features::none>
 class ForwardTile {
   public:
     // score_unit: from a dot product to a score in log 2, where no feature does more. natural: one unit of a
@@ -61,12 +63,12 @@ class ForwardTile {
         loaded_early_ = Pipeline::load_early(shared_.keys, problem_, tile, splits);
     }
 
-    __device__ __forceinline__ void run() {
+    // tile: how many tiles have come through the stages before.
+    __device__ __forceinline__ void run(uint32_t tile = 0) {
         out_.clear();
         TileWalk<c.key_tile> walk(shared_.plan.warp(), shared_.plan.start);
         const Pipeline pipeline(shared_.keys, problem_, shared_.plan);
-        pipeline.begin(loaded_early_, walk);
-        uint32_t tile = 0;     // how many are done
+        pipeline.begin(loaded_early_, tile, walk);
         uint32_t too_low = 0;  // rows of the lane whose maximum was, a bit each: the tile is done again
         while (walk.more() || too_low) {
             if (!too_low) pipeline.wait(tile);
@@ -77,7 +79,7 @@ class ForwardTile {
                 walk.advance(shared_.plan.warp());
                 pipeline.load(tile + 1, walk);
             };
-            const bool bad = check_mask && exclude_bad_values(pipeline.v_address(tile));
+            const bool bad = careful && check_mask && exclude_bad_values(pipeline.v_address(tile));
             if (sees == Sees::none) {
                 next();
                 pipeline.leave(tile++);
@@ -108,6 +110,13 @@ class ForwardTile {
             for (int r = 0; r < Scores::rows; ++r) softmax_[r].add(sums[r]);
             multiply_pv(p, pipeline.v_address(tile));
             pipeline.leave(tile++);
+        }
+        if constexpr (!careful) {
+            const bool hides = problem_.window_left >= 0 || problem_.window_right >= 0;
+            if (hides && __syncthreads_or(!out_is_finite())) {
+                run_carefully(problem_, shared_, score_unit_, natural_, tile);
+                return;
+            }
         }
         store();
     }
@@ -322,8 +331,28 @@ class ForwardTile {
         return rows;
     }
 
-    // In a masked tile a probability of 0 may meet a value that is not finite: such values become 0 in shared
-    // memory, and keys that had one are noted. All threads of the block; true if there were any.
+    // In a masked tile a probability of 0 may meet a value that is not finite. That is rare, and leaves its
+    // mark in O: then all tiles are visited again. A function of its own, so that the loop above keeps its
+    // registers.
+    __device__ static __noinline__ void run_carefully(const ForwardProblem& problem,
+                                                      ForwardShared<dtype, c>& shared,
+                                                      const float& score_unit, const double& natural,
+                                                      uint32_t tile) {
+        ForwardTile<dtype, c, features, true>(problem, shared, score_unit, natural).run(tile);
+    }
+
+    __device__ __forceinline__ bool out_is_finite() const {
+        bool finite = true;
+#pragma unroll
+        for (int r = 0; r < Scores::rows; ++r)
+#pragma unroll
+            for (int column = 0; column < Output::columns; ++column)
+                finite &= fabsf(out_.at(r, column)) < INFINITY;
+        return finite;
+    }
+
+    // Such values become 0 in shared memory, and keys that had one are noted. All threads of the block; true
+    // if there were any.
     __device__ __forceinline__ bool exclude_bad_values(uint32_t v) {
         return clear_bad_rows<dtype, threads, KeyTile>(shared_.bad_keys, v);
     }

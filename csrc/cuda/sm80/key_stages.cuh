@@ -57,13 +57,14 @@ class KeyPipeline {
     __device__ __forceinline__ KeyPipeline(Stages& shared, const ForwardProblem& problem, const Plan& plan)
         : shared_(shared), problem_(problem), plan_(plan), keys_(plan.keys), values_(plan.values) {}
 
-    // The first tile, unless load_early() has asked for it. Where there is none: waits for all that the block
-    // has copied, as results take the place of the queries.
-    __device__ __forceinline__ void begin(bool loaded_early, const TileWalk<kRows>& walk) const {
+    // A walk's first tile, unless load_early() has asked for it. Where there is none: waits for all that the
+    // block has copied, as results take the place of the queries.
+    __device__ __forceinline__ void begin(bool loaded_early, uint32_t tile,
+                                          const TileWalk<kRows>& walk) const {
         if (loaded_early)
-            mbarrier_arrive_behind_copies(of_tile(shared_.full, 0));
+            mbarrier_arrive_behind_copies(of_tile(shared_.full, tile));
         else
-            load(0, walk);
+            load(tile, walk);
         if (!walk.more()) {
             cp_async_wait_all();
             __syncthreads();

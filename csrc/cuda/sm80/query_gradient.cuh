@@ -43,7 +43,7 @@ class QueryGradientTile {
         dq_.clear();
         TileWalk<c.key_tile> walk(shared_.plan.warp(), shared_.plan.start);
         const Pipeline pipeline(shared_.keys, problem_.forward, shared_.plan);
-        pipeline.begin(loaded_early_, walk);
+        pipeline.begin(loaded_early_, 0, walk);
         for (uint32_t tile = 0; walk.more(); ++tile) {
             pipeline.wait(tile);
             const Part part{walk.first(), walk.seen(shared_.plan.warp()), walk.masked()};

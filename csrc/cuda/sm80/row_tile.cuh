@@ -38,6 +38,7 @@ class RowTiling {
     FLASH_HOST_DEVICE uint32_t tiles() const { return tiles_; }  // of a head
     int64_t heads() const { return all_heads_; }                 // of all batch entries
     int64_t section() const { return order_.section(); }         // heads that go together
+    int64_t last_section() const { return order_.last_section(); }
 
     FLASH_HOST_DEVICE TileOrder::Place place(uint32_t index) const { return order_(index); }
 
