@@ -40,6 +40,18 @@ struct BlockLists {
     int64_t column_block = 0;  // rows of a block on the other axis
 };
 
+// Keys and values that wait in a cache: k and v are [entries, capacity, Hk, D], of which each sequence uses a
+// part, or pages [entries, page_size, Hk, D] that a table puts together. Forward only.
+struct KeyCache {
+    const int32_t* seqlens = nullptr;       // [B] rows in use, counted from row 0; nullptr: all
+    const int32_t* left_padding = nullptr;  // [B] rows in front of the first key; nullptr: none
+    const int32_t* entry = nullptr;         // [B] of k and v; nullptr: the batch entry's own
+    int64_t entries = 0;
+    const int32_t* pages = nullptr;  // [B, pages_stride]: row j lies in page [j / page_size]; nullptr: none
+    int64_t pages_stride = 0;
+    int64_t page_size = 0;
+};
+
 struct ForwardProblem {
     DType dtype;
     int64_t batch;
@@ -48,7 +60,8 @@ struct ForwardProblem {
     int64_t seqlen_q, seqlen_k;             // dense: the lengths; packed: the longest sequence's
     int64_t rows_q, rows_k;                 // rows of a batch entry in memory: Sq and Sk, or Tq and Tk
     const int32_t* cu_seqlens_q = nullptr;  // [B + 1], packed only
-    const int32_t* cu_seqlens_k = nullptr;  // [B + 1], packed only
+    const int32_t* cu_seqlens_k = nullptr;  // [B + 1], packed only, and not with a cache
+    KeyCache cache;                         // only of an operator of its own
     TensorView q;                           // [B, Sq, H, D]
     TensorView k;                           // [B, Sk, Hk, D]
     TensorView v;                           // [B, Sk, Hk, Dv]
@@ -67,6 +80,7 @@ struct ForwardProblem {
     // Bits that depend on nothing but the row: of out whatever else is in the batch, of dq over runs. out, dk
     // and dv are bitwise repeatable always.
     bool deterministic = false;
+    int64_t splits = 0;  // blocks of a GPU that share the keys of a query tile; 0: as many as fill it
 };
 
 struct BackwardProblem {

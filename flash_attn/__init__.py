@@ -1,5 +1,6 @@
 """Exact IO-aware attention for PyTorch: a drop-in for flash_attn, from scratch in C++ (arXiv 2205.14135)."""
 
+from . import not_shipped  # noqa: F401  (its import says what to use instead of what is missing)
 from .block_sparse import BlockSparseMask, flash_attn_block_sparse_func
 from .explain import explain
 from .flash_attn_interface import (
@@ -9,6 +10,7 @@ from .flash_attn_interface import (
     flash_attn_varlen_func,
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
+    flash_attn_with_kvcache,
 )
 from .info import build_info
 
@@ -25,4 +27,5 @@ __all__ = [
     "flash_attn_varlen_func",
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
 ]

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .flash_attn_interface import attention
+from .attention import attention
 
 
 @dataclass(frozen=True)

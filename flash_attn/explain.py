@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 
 from . import _C
-from .flash_attn_interface import _check_tensors, _window
+from .attention import check_tensors, window_of
 
 
 @dataclass(frozen=True)
@@ -156,11 +156,11 @@ def explain(
         backward  cpu avx512_bf16: 0.672 GFLOP, 522,240 bytes of workspace
                   not sm80: q is on cpu
     """
-    _check_tensors(q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, alibi_slopes=alibi_slopes)
+    check_tensors(q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, alibi_slopes=alibi_slopes)
     if q.device.type == "meta":
         raise RuntimeError("flash_attn: q is on meta, where nothing runs; explain needs to know a device")
     packed = cu_seqlens_q is not None
-    window = _window(window_size, causal)
+    window = window_of(window_size, causal)
     (rows_q, heads_q, head_dim), (rows_k, heads_k), head_dim_v = q.shape[-3:], k.shape[-3:-1], v.shape[-1]
     lengths = _lengths(cu_seqlens_q, cu_seqlens_k) if packed else [(rows_q, rows_k)] * q.shape[0]
     sizes = {

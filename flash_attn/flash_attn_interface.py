@@ -6,73 +6,23 @@ Tensors are float32, bfloat16, float16 or float64 (on a GPU what its engines hav
 all of one dtype, on one device, with any strides (a last dimension that is not contiguous is copied).
 """
 
-import torch
-
-from . import operators
-
-
-def _window(window_size, causal):
-    if isinstance(window_size, torch.Tensor):
-        window_size = window_size.tolist()
-    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
-        raise ValueError(f"flash_attn: window_size is {window_size!r}; it must be a pair of integers")
-    left, right = (max(int(size), -1) for size in window_size)
-    return left, 0 if causal else right
-
-
-def _check_tensors(q, k, v, **others):
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"flash_attn: {name} is {tensor!r}; it must be a tensor")
-    if q.device.type not in ("cpu", "cuda", "meta"):
-        raise RuntimeError(
-            f"flash_attn: q is on {q.device}, which no engine runs on (python -m flash_attn lists engines); "
-            "move q, k and v to a CUDA GPU or to the CPU"
-        )
-    for name, tensor in (("k", k), ("v", v), *others.items()):
-        if tensor is not None and tensor.device != q.device:
-            raise RuntimeError(
-                f"flash_attn: {name} is on {tensor.device} and q on {q.device}; they must be on one device"
-            )
-
-
-def attention(
-    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
-    window_size, softcap, alibi_slopes, deterministic, return_attn_probs, mask=None,
-):
-    """What all public functions do once their tensors are unpacked: defaults, random state, operators."""
-    _check_tensors(
-        q, k, v, alibi_slopes=alibi_slopes, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k
-    )
-    if alibi_slopes is not None and alibi_slopes.requires_grad and torch.is_grad_enabled():
-        raise RuntimeError(
-            "flash_attn: alibi_slopes requires grad, but has no gradient here; pass alibi_slopes.detach()"
-        )
-    if softmax_scale is None:
-        softmax_scale = max(q.shape[-1], 1) ** -0.5
-    left, right = _window(window_size, causal)
-    rng_state = None
-    if dropout_p > 0:
-        rng_state = torch.randint(0, 2**63 - 1, (2,), dtype=torch.int64, device=q.device)
-    blocks, block_size = (None,) * 4, (0, 0)
-    if mask is not None:
-        blocks = (
-            mask.key_block_counts, mask.key_block_indices, mask.query_block_counts, mask.query_block_indices,
-        )
-        block_size = mask.block_size
-    options = (
-        cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k), alibi_slopes, rng_state, *blocks,
-        *block_size, float(dropout_p), float(softmax_scale), left, right, float(softcap),
-        bool(deterministic) or torch.are_deterministic_algorithms_enabled(),
-    )
-    out, lse = operators.forward(q, k, v, *options)
-    if not return_attn_probs:
-        return out
-    if dropout_p > 0:
-        s_dmask = operators.probabilities(q.detach(), k.detach(), v.detach(), *options)
-    else:
-        s_dmask = q.new_empty(0)
-    return out, lse, s_dmask
+from . import raw_module as flash_attn_gpu  # noqa: F401  (the private names: other projects' needs)
+from .attention import attention
+from .kv_cache import flash_attn_with_kvcache, paged_forward  # noqa: F401  (offered here, too)
+from .raw_interface import (  # noqa: F401
+    USE_TRITON_ROCM,
+    _flash_attn_backward,
+    _flash_attn_forward,
+    _flash_attn_varlen_backward,
+    _flash_attn_varlen_forward,
+    _get_block_size_n,
+    _wrapped_flash_attn_backward,
+    _wrapped_flash_attn_forward,
+    _wrapped_flash_attn_varlen_backward,
+    _wrapped_flash_attn_varlen_forward,
+    maybe_contiguous,
+    round_multiple,
+)
 
 
 def _unpacked(name, packed, count, dim):
@@ -83,13 +33,6 @@ def _unpacked(name, packed, count, dim):
             f"it must be [{layout}, {count}, heads, head_dim]"
         )
     return packed.unbind(-3)
-
-
-def _no_block_table(block_table):
-    if block_table is not None:
-        raise NotImplementedError(
-            "flash_attn: block_table (a paged key and value cache) is not implemented yet; pass None"
-        )
 
 
 def flash_attn_func(
@@ -220,7 +163,9 @@ def flash_attn_varlen_func(
             out and gradients are 0.
         max_seqlen_q, max_seqlen_k: int or 0-dimensional tensor, at least the longest sequence. On a GPU these
             and the offsets are taken as they are: checking them would wait for the GPU.
-        block_table: not implemented yet; None.
+        block_table: int32 [B, pages of a sequence]: k and v are pages [pages, page_size, Hk, D] and [..., Dv]
+            (see flash_attn_with_kvcache), and cu_seqlens_k says how many keys each sequence has. No
+            gradients, no dropout.
         Everything else: see flash_attn_func, with each sequence's own lengths for Sq and Sk.
 
     Returns:
@@ -228,9 +173,19 @@ def flash_attn_varlen_func(
 
     Raises:
         RuntimeError, ValueError: as flash_attn_func; also for offsets that decrease or pass the end.
-        NotImplementedError: block_table is given.
+        NotImplementedError: block_table is given with dropout or return_attn_probs.
     """
-    _no_block_table(block_table)
+    if block_table is not None:
+        if dropout_p > 0 or return_attn_probs:
+            raise NotImplementedError(
+                "flash_attn: block_table goes with neither dropout nor return_attn_probs"
+            )
+        out, _ = paged_forward(
+            q, k, v, cu_seqlens_q, max_seqlen_q, cu_seqlens_k.diff(), block_table,
+            softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
+            alibi_slopes=alibi_slopes,
+        )
+        return out
     return attention(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
         window_size, softcap, alibi_slopes, deterministic, return_attn_probs,

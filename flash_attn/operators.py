@@ -6,6 +6,9 @@ options::
     attention_forward(q, k, v, *options) -> (out, lse)
     attention_backward(dout, dlse or None, q, k, v, out, lse, *options) -> (dq, dk, dv)
     attention_probabilities(q, k, v, *options) -> S_dmask
+    attention_cached(q, k, v, cu_seqlens_q, max_seqlen_q, cache_seqlens, cache_leftpad, cache_batch_idx,
+                     block_table, alibi_slopes, softmax_scale, window_size_left, window_size_right, softcap,
+                     num_splits) -> (out, lse)
 
     options = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, alibi_slopes, rng_state,
                key_block_counts, key_block_indices, query_block_counts, query_block_indices,
@@ -25,11 +28,13 @@ except ImportError as error:
         "(pip install .) and start Python in another folder, where the checkout does not hide it."
     ) from error
 
-forward = torch.ops.flash_attn.attention_forward
-backward = torch.ops.flash_attn.attention_backward
-probabilities = torch.ops.flash_attn.attention_probabilities
+# The overloads: finding the only one takes 8 us a call.
+forward = torch.ops.flash_attn.attention_forward.default
+backward = torch.ops.flash_attn.attention_backward.default
+probabilities = torch.ops.flash_attn.attention_probabilities.default
+cached = torch.ops.flash_attn.attention_cached.default
 
-NUM_OPTIONS = 18
+_NO_GRADIENTS = (None,) * 18  # of the options
 _TENSOR_OPTIONS = (0, 1, 4, 5, 6, 7, 8, 9)
 
 
@@ -39,6 +44,7 @@ def accumulation_dtype(dtype):
 
 
 @torch.library.register_fake("flash_attn::attention_forward")
+@torch.library.register_fake("flash_attn::attention_cached")
 def _(q, k, v, *args, **kwargs):
     rows, heads = q.shape[-3], q.shape[-2]
     lse_shape = (heads, rows) if q.dim() == 3 else (q.shape[0], heads, rows)
@@ -75,7 +81,13 @@ def _gradients(ctx, dout, dlse):
         options[i] = tensor
     if dout is None:  # the loss used lse alone
         dout = torch.zeros_like(out)
-    return (*backward(dout, dlse, q, k, v, out, lse, *options), *[None] * NUM_OPTIONS)
+    run = backward if torch.is_grad_enabled() else _backward_without_gradients
+    return (*run(dout, dlse, q, k, v, out, lse, *options), *_NO_GRADIENTS)
+
+
+def _backward_without_gradients(*inputs):
+    with torch._C._AutoDispatchBelowAutograd():
+        return backward(*inputs)
 
 
 def _forward_without_gradients(*inputs):
@@ -101,6 +113,11 @@ def _forward_with_gradients(q, k, v, *options):
 # torch.library.register_autograd does the same, and takes 100 us a call to look up defaults; there are none.
 _library = torch.library.Library("flash_attn", "FRAGMENT")
 _library.impl("attention_forward", _forward_with_gradients, "Autograd")
+
+
+def attend(q, k, v, *options):
+    """forward, without asking the dispatcher to call back for the gradients: 5 us less."""
+    return (forward if torch.compiler.is_compiling() else _forward_with_gradients)(q, k, v, *options)
 
 
 def _no_second_derivative(ctx, *gradients):

@@ -148,9 +148,11 @@ def test_bad_packed_arguments(name):
     expect(packed(**change), *words, call=flash_attn.flash_attn_varlen_func)
 
 
-def test_block_table_is_not_there_yet():
+@pytest.mark.parametrize("change", [{"dropout_p": 0.1}, {"return_attn_probs": True}], ids=str)
+def test_block_table_goes_without_dropout(change):
     with pytest.raises(NotImplementedError, match="block_table"):
-        flash_attn.flash_attn_varlen_func(**packed(block_table=torch.zeros(2, 1, dtype=torch.int32)))
+        flash_attn.flash_attn_varlen_func(
+            **packed(block_table=torch.zeros(2, 1, dtype=torch.int32), **change))
 
 
 def block_mask(*shape, dtype=torch.bool, block_size=2):

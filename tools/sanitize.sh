@@ -5,12 +5,16 @@
 #     CASES=causal tools/sanitize.sh     # only cases whose name holds that word (sanitize_cases.py --list)
 #
 # flash_attn has to be installed with a GPU engine. Prints one line a tool; what a tool found goes to standard
-# error in full. Exit status 1 if any tool found anything, a case failed, or no case ran; 2 without
-# compute-sanitizer. PYTHON (default python3) runs the cases; SANITIZER is the tool, if not on the path.
+# error in full, with seconds a case. Exit status 1 if any tool found anything, a case failed, or no case ran;
+# 2 without compute-sanitizer. PYTHON (default python3) runs the cases; SANITIZER is the tool, if not on the path.
 #
 # Only our kernels are instrumented (their names hold "flash"), except by initcheck, which has to see every
 # write. Without torch's caching allocator each tensor is an allocation of its own, so that memcheck sees the
 # first byte past it, and initcheck what a former tensor left.
+#
+# racecheck needs kernels built with FLASH_ATTN_RACECHECK=1, in which every lane of a warp arrives at barriers
+# where otherwise one does for all: it does not know that __syncwarp orders what they did, and would report
+# every buffer that is used again.
 set -uo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)

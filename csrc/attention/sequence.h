@@ -1,4 +1,4 @@
-// Where batch entry b's queries and keys lie: the only reader of cu_seqlens.
+// Where batch entry b's queries and keys lie: the only reader of cu_seqlens and of a cache's lengths.
 #pragma once
 
 #include "../problem.h"
@@ -15,16 +15,17 @@ struct Sequence {
     int64_t first_key_row;    // row of key 0 in k, v, dk, dv after the batch stride
     Position seqlen_q;
     Position seqlen_k;
+    int64_t key_entry;  // whose batch stride that is
 };
 
-// An engine that reads the offsets where nobody has checked them stays within the tensor's rows.
-FLASH_HOST_DEVICE Position offset_of(const int32_t* cu_seqlens, int64_t batch, int64_t rows) {
-    const Position offset = cu_seqlens[batch];
+// An engine that reads offsets where nobody has checked them stays within the tensor's rows.
+FLASH_HOST_DEVICE Position offset_of(const int32_t* offsets, int64_t batch, int64_t rows) {
+    const Position offset = offsets[batch];
     return offset < 0 ? 0 : offset < rows ? offset : Position(rows);
 }
 
 FLASH_HOST_DEVICE Sequence sequence_of(const ForwardProblem& problem, int64_t batch) {
-    Sequence sequence{0, 0, Position(problem.seqlen_q), Position(problem.seqlen_k)};
+    Sequence sequence{0, 0, Position(problem.seqlen_q), Position(problem.seqlen_k), batch};
     if (problem.cu_seqlens_q) {
         const Position begin = offset_of(problem.cu_seqlens_q, batch, problem.rows_q);
         const Position end = offset_of(problem.cu_seqlens_q, batch + 1, problem.rows_q);
@@ -37,14 +38,23 @@ FLASH_HOST_DEVICE Sequence sequence_of(const ForwardProblem& problem, int64_t ba
         sequence.first_key_row = begin;
         sequence.seqlen_k = end > begin ? end - begin : 0;
     }
+    const KeyCache& cache = problem.cache;
+    if (cache.seqlens) sequence.seqlen_k = offset_of(cache.seqlens, batch, problem.rows_k);
+    if (cache.left_padding) {
+        const Position padding = offset_of(cache.left_padding, batch, sequence.seqlen_k);
+        sequence.first_key_row = padding;
+        sequence.seqlen_k -= padding;
+    }
+    if (cache.entry) sequence.key_entry = offset_of(cache.entry, batch, cache.entries - 1);
     return sequence;
 }
 
 // The rows of packed tensors past the last sequence, which come back as zeros.
 FLASH_HOST_DEVICE Sequence unowned_rows(const ForwardProblem& problem) {
     const Position queries = offset_of(problem.cu_seqlens_q, problem.batch, problem.rows_q);
-    const Position keys = offset_of(problem.cu_seqlens_k, problem.batch, problem.rows_k);
-    return {queries, keys, Position(problem.rows_q - queries), Position(problem.rows_k - keys)};
+    const Position keys =
+        problem.cu_seqlens_k ? offset_of(problem.cu_seqlens_k, problem.batch, problem.rows_k) : 0;
+    return {queries, keys, Position(problem.rows_q - queries), Position(problem.rows_k - keys), 0};
 }
 
 // Packed sequences cut into tiles of `tile` rows, with no host or other kernel to count them: sequence b's

@@ -80,9 +80,10 @@ class ForwardTask {
     void load_keys(Interval keys, bool masked) {
         const int64_t head = head_ / (problem_.heads_q / problem_.heads_k), count = keys.end - keys.begin;
         const int64_t row = sequence_.first_key_row + keys.begin;
-        load_plain(keys_, depth_, row_of<Element>(problem_.k, batch_, row, head), problem_.k.row_stride,
-                   count, count, problem_.head_dim);
-        values_.load(row_of<Element>(problem_.v, batch_, row, head), problem_.v.row_stride, count, masked);
+        const int64_t entry = sequence_.key_entry;
+        load_plain(keys_, depth_, row_of<Element>(problem_.k, entry, row, head), problem_.k.row_stride, count,
+                   count, problem_.head_dim);
+        values_.load(row_of<Element>(problem_.v, entry, row, head), problem_.v.row_stride, count, masked);
     }
 
     void attend(int64_t index, Interval tile, const ScoreTransform<Math>& transform) {

@@ -7,7 +7,7 @@ namespace flash::cuda {
 namespace {
 
 constexpr int kLowestCapability = 80;
-constexpr int kMostSplits = 128;
+constexpr int64_t kMostSplits = 128;
 
 std::string decimal(int capability) {
     return std::to_string(capability / 10) + "." + std::to_string(capability % 10);
@@ -185,6 +185,7 @@ int splits_of(const ForwardProblem& problem, const ForwardKernel& kernel, const 
     if (problem.cu_seqlens_q || problem.key_blocks.counts || windowed) return 1;
     const int64_t query_tiles = (problem.seqlen_q + kernel.query_tile - 1) / kernel.query_tile;
     const int64_t key_tiles = (problem.seqlen_k + kernel.key_tile - 1) / kernel.key_tile;
+    if (problem.splits) return int(std::max<int64_t>(1, std::min({problem.splits, key_tiles, kMostSplits})));
     return splits_for(query_tiles * problem.heads_q * problem.batch, key_tiles, device.multiprocessors);
 }
 

@@ -37,22 +37,24 @@ int64_t window_of(int64_t window) {
 
 }  // namespace
 
-Arguments::Arguments(const Tensor& q, const Tensor& k, const Tensor& v, const Options& options)
+Arguments::Arguments(const Tensor& q, const Tensor& k, const Tensor& v, const Options& options,
+                     const CacheOptions* cache)
     : problem{}, q_(q), k_(k), v_(v) {
-    check(options.cu_seqlens_q.has_value() == options.cu_seqlens_k.has_value(),
+    check(cache || options.cu_seqlens_q.has_value() == options.cu_seqlens_k.has_value(),
           "cu_seqlens_q and cu_seqlens_k must be given together");
-    const int64_t dims = options.cu_seqlens_q ? 3 : 4;
-    const char* layout = dims == 3 ? " [total, heads, head_dim]" : " [batch, seqlen, heads, head_dim]";
     for (const auto& [name, tensor] : {std::pair{"q", &q_}, {"k", &k_}, {"v", &v_}}) {
-        check(tensor->dim() == dims, name, " is ", DtypeAndShapeOf{*tensor}, "; it must have ", dims,
-              " dimensions,", layout);
+        const bool is_packed = options.cu_seqlens_q && (!cache || tensor == &q_);
+        check(tensor->dim() == (is_packed ? 3 : 4), name, " is ", DtypeAndShapeOf{*tensor}, "; it must have ",
+              is_packed ? "3 dimensions, [total, heads, head_dim]"
+                        : "4 dimensions, [batch, seqlen, heads, head_dim]");
         check_device(name, *tensor, q_);
     }
     problem.dtype = dtype_of("q", q_);
     check_dtype("k", k_, q_.scalar_type(), " as q is; cast one of them");
     check_dtype("v", v_, q_.scalar_type(), " as q is; cast one of them");
-    set_shapes();
+    set_shapes(cache);
     set_sequences(options);
+    if (cache) set_cache(*cache);
     set_scores(options);
     set_dropout(options);
     problem.key_blocks =
@@ -66,16 +68,16 @@ Arguments::Arguments(const Tensor& q, const Tensor& k, const Tensor& v, const Op
     problem.v = view(v_);
 }
 
-void Arguments::set_shapes() {
+void Arguments::set_shapes(const CacheOptions* cache) {
     const bool dense = q_.dim() == 4;
-    const int64_t row = dense ? 1 : 0, head = row + 1, dim = row + 2;
+    const int64_t row = q_.dim() - 3, head = row + 1, dim = row + 2, key_row = k_.dim() - 3;
     problem.batch = dense ? q_.size(0) : 0;
     problem.rows_q = q_.size(row);
-    problem.rows_k = k_.size(row);
+    problem.rows_k = k_.size(key_row);
     problem.heads_q = q_.size(head);
-    problem.heads_k = k_.size(head);
+    problem.heads_k = k_.size(key_row + 1);
     problem.head_dim = q_.size(dim);
-    problem.head_dim_v = v_.size(dim);
+    problem.head_dim_v = v_.size(v_.dim() - 1);
     check(!dense || problem.batch > 0, "q has shape ", ShapeOf{q_}, "; the batch size must be positive");
     check(problem.heads_q > 0 && problem.heads_k > 0 && problem.heads_q % problem.heads_k == 0, "q has ",
           problem.heads_q, " heads and k has ", problem.heads_k, "; k's must be positive and divide q's");
@@ -84,9 +86,10 @@ void Arguments::set_shapes() {
               kMaxHeadDim);
     check(problem.rows_q <= kMaxPosition && problem.rows_k <= kMaxPosition, "q has ", problem.rows_q,
           " rows and k ", problem.rows_k, "; at most ", kMaxPosition, " are supported");
-    if (dense) {
-        check_shape("k", k_, {problem.batch, problem.rows_k, problem.heads_k, problem.head_dim});
-        check_shape("v", v_, {problem.batch, problem.rows_k, problem.heads_k, problem.head_dim_v});
+    if (k_.dim() == 4) {
+        const int64_t entries = cache ? k_.size(0) : problem.batch;
+        check_shape("k", k_, {entries, problem.rows_k, problem.heads_k, problem.head_dim});
+        check_shape("v", v_, {entries, problem.rows_k, problem.heads_k, problem.head_dim_v});
     } else {
         check_shape("k", k_, {problem.rows_k, problem.heads_k, problem.head_dim});
         check_shape("v", v_, {problem.rows_k, problem.heads_k, problem.head_dim_v});
@@ -124,9 +127,9 @@ int64_t Arguments::longest_sequence(const char* name, const Tensor& tensor, int6
 
 void Arguments::set_sequences(const Options& options) {
     if (!options.cu_seqlens_q) return;
-    check(options.cu_seqlens_q->numel() == options.cu_seqlens_k->numel(), "cu_seqlens_q has ",
-          options.cu_seqlens_q->numel(), " offsets and cu_seqlens_k ", options.cu_seqlens_k->numel(),
-          "; they must be as many");
+    check(!options.cu_seqlens_k || options.cu_seqlens_q->numel() == options.cu_seqlens_k->numel(),
+          "cu_seqlens_q has ", options.cu_seqlens_q->numel(), " offsets and cu_seqlens_k ",
+          options.cu_seqlens_k ? options.cu_seqlens_k->numel() : 0, "; they must be as many");
     check(options.max_seqlen_q >= 0 && options.max_seqlen_k >= 0, "max_seqlen_q is ", options.max_seqlen_q,
           " and max_seqlen_k ", options.max_seqlen_k, "; they must not be negative");
     const auto set = [&](const char* name, const Tensor& tensor, const char* max_name, int64_t max_seqlen,
@@ -142,9 +145,55 @@ void Arguments::set_sequences(const Options& options) {
     };
     set("cu_seqlens_q", *options.cu_seqlens_q, "max_seqlen_q", options.max_seqlen_q, problem.rows_q,
         problem.cu_seqlens_q, problem.seqlen_q);
-    set("cu_seqlens_k", *options.cu_seqlens_k, "max_seqlen_k", options.max_seqlen_k, problem.rows_k,
-        problem.cu_seqlens_k, problem.seqlen_k);
+    if (options.cu_seqlens_k)
+        set("cu_seqlens_k", *options.cu_seqlens_k, "max_seqlen_k", options.max_seqlen_k, problem.rows_k,
+            problem.cu_seqlens_k, problem.seqlen_k);
     problem.batch = options.cu_seqlens_q->numel() - 1;
+}
+
+// One number a sequence; on the CPU each is checked.
+const int32_t* Arguments::numbers(const char* name, const Tensor& tensor, int64_t least, int64_t most) {
+    check_dtype(name, tensor, ScalarType::Int, "");
+    check_shape(name, tensor, {problem.batch});
+    check_device(name, tensor, q_);
+    kept_.push_back(torch::stable::contiguous(tensor));
+    const int32_t* values = kept_.back().const_data_ptr<int32_t>();
+    for (int64_t i = 0; q_.is_cpu() && i < problem.batch; ++i)
+        check(least <= values[i] && values[i] <= most, name, "[", i, "] is ", values[i], "; it must be from ",
+              least, " to ", most);
+    return values;
+}
+
+void Arguments::set_cache(const CacheOptions& cache) {
+    KeyCache& to = problem.cache;
+    to.entries = k_.size(0);
+    check(to.entries > 0, "k has shape ", ShapeOf{k_}, "; a cache must have an entry");
+    check(cache.block_table || cache.entry || to.entries == problem.batch, "the cache has ", to.entries,
+          " entries and q a batch of ", problem.batch, "; give cache_batch_idx, or as many");
+    if (cache.block_table) {
+        const Tensor& table = *cache.block_table;
+        check(!q_.is_cpu(), "block_table is for GPUs; on the CPU put the pages together first");
+        check(!cache.entry && !cache.left_padding,
+              "block_table goes with neither cache_batch_idx nor cache_leftpad");
+        check_dtype("block_table", table, ScalarType::Int, "");
+        check_device("block_table", table, q_);
+        check(table.dim() == 2 && table.size(0) == problem.batch, "block_table has shape ", ShapeOf{table},
+              "; it must be [", problem.batch, ", pages of a sequence]");
+        check(cache.seqlens.has_value(), "block_table is given without cache_seqlens");
+        to.page_size = problem.rows_k;
+        check(to.page_size > 0 && to.page_size % 16 == 0, "pages have ", to.page_size,
+              " rows; it must be a positive multiple of 16");
+        kept_.push_back(torch::stable::contiguous(table));
+        to.pages = kept_.back().const_data_ptr<int32_t>();
+        to.pages_stride = table.size(1);
+        problem.rows_k = problem.seqlen_k = to.page_size * table.size(1);
+        check(problem.rows_k <= kMaxPosition, "block_table holds ", problem.rows_k, " rows; at most ",
+              kMaxPosition, " are supported");
+    }
+    if (cache.seqlens) to.seqlens = numbers("cache_seqlens", *cache.seqlens, 0, problem.rows_k);
+    if (cache.left_padding)
+        to.left_padding = numbers("cache_leftpad", *cache.left_padding, 0, problem.rows_k);
+    if (cache.entry) to.entry = numbers("cache_batch_idx", *cache.entry, 0, to.entries - 1);
 }
 
 void Arguments::set_scores(const Options& options) {

@@ -28,10 +28,18 @@ struct Options {
     bool deterministic;  // of the backward; the CPU engine always is
 };
 
+// Where k and v are a cache: [entries, capacity, Hk, D], or [pages, page_size, Hk, D] with a block table. All
+// int32, one number a sequence; the table [B, pages of a sequence].
+struct CacheOptions {
+    OptionalTensor seqlens, left_padding, entry, block_table;
+};
+
 class Arguments {
   public:
-    // Checks everything; throws std::runtime_error. problem.out and problem.lse are left to the caller.
-    Arguments(const Tensor& q, const Tensor& k, const Tensor& v, const Options& options);
+    // Checks everything; throws std::runtime_error. problem.out and problem.lse are left to the caller. With
+    // a cache options.cu_seqlens_q alone says whether q is packed.
+    Arguments(const Tensor& q, const Tensor& k, const Tensor& v, const Options& options,
+              const CacheOptions* cache = nullptr);
 
     bool packed() const { return problem.cu_seqlens_q != nullptr; }
 
@@ -48,8 +56,10 @@ class Arguments {
     torch::headeronly::ScalarType accumulation_dtype() const;
 
   private:
-    void set_shapes();
+    void set_shapes(const CacheOptions* cache);
     void set_sequences(const Options& options);
+    void set_cache(const CacheOptions& cache);
+    const int32_t* numbers(const char* name, const Tensor& tensor, int64_t least, int64_t most);
     void set_scores(const Options& options);
     void set_dropout(const Options& options);
     BlockLists block_lists(const char* axis, const OptionalTensor& counts, const OptionalTensor& indices,

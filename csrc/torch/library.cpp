@@ -21,18 +21,27 @@ STABLE_TORCH_LIBRARY(flash_attn, library) {
     library.def(
         "attention_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor "
         "lse, " FLASH_OPTIONS ") -> (Tensor dq, Tensor dk, Tensor dv)");
+    // k and v are a cache [entries, capacity, Hk, D], or pages [entries, page_size, Hk, D] that block_table
+    // int32 [B, pages of a sequence] puts together; the other cache_* int32 [B]. No gradients.
+    library.def(
+        "attention_cached(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, SymInt max_seqlen_q, Tensor? "
+        "cache_seqlens, Tensor? cache_leftpad, Tensor? cache_batch_idx, Tensor? block_table, Tensor? "
+        "alibi_slopes, float softmax_scale, int window_size_left, int window_size_right, float softcap, int "
+        "num_splits) -> (Tensor out, Tensor lse)");
     library.def("attention_probabilities(Tensor q, Tensor k, Tensor v, " FLASH_OPTIONS ") -> Tensor");
 }
 
 // One implementation for both: it goes by q's device. In a build without GPU engines it says so.
 STABLE_TORCH_LIBRARY_IMPL(flash_attn, CPU, library) {
     library.impl("attention_forward", TORCH_BOX(&flash::attention_forward));
+    library.impl("attention_cached", TORCH_BOX(&flash::attention_cached));
     library.impl("attention_backward", TORCH_BOX(&flash::attention_backward));
     library.impl("attention_probabilities", TORCH_BOX(&flash::attention_probabilities));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flash_attn, CUDA, library) {
     library.impl("attention_forward", TORCH_BOX(&flash::attention_forward));
+    library.impl("attention_cached", TORCH_BOX(&flash::attention_cached));
     library.impl("attention_backward", TORCH_BOX(&flash::attention_backward));
     library.impl("attention_probabilities", TORCH_BOX(&flash::attention_probabilities));
 }

@@ -24,6 +24,13 @@ namespace flash {
 
 std::tuple<Tensor, Tensor> attention_forward(Tensor q, Tensor k, Tensor v, FLASH_OPTION_PARAMETERS);
 
+std::tuple<Tensor, Tensor> attention_cached(Tensor q, Tensor k, Tensor v, OptionalTensor cu_seqlens_q,
+                                            int64_t max_seqlen_q, OptionalTensor cache_seqlens,
+                                            OptionalTensor cache_leftpad, OptionalTensor cache_batch_idx,
+                                            OptionalTensor block_table, OptionalTensor alibi_slopes,
+                                            double softmax_scale, int64_t window_size_left,
+                                            int64_t window_size_right, double softcap, int64_t num_splits);
+
 std::tuple<Tensor, Tensor, Tensor> attention_backward(Tensor dout, OptionalTensor dlse, Tensor q, Tensor k,
                                                       Tensor v, Tensor out, Tensor lse,
                                                       FLASH_OPTION_PARAMETERS);

@@ -137,8 +137,8 @@ class BackwardTile {
     // By one thread.
     __device__ __forceinline__ void start_barriers() const {
         for (uint64_t& full : shared_.full) mbarrier_init(shared_address(&full), threads);
-        mbarrier_init(shared_address(&shared_.left), c.warps);
-        mbarrier_init(shared_address(&shared_.ready), c.warps);
+        mbarrier_init(shared_address(&shared_.left), c.warps * kWarpArrivals);
+        mbarrier_init(shared_address(&shared_.ready), c.warps * kWarpArrivals);
     }
 
     __device__ __forceinline__ void run() {

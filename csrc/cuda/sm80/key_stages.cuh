@@ -32,7 +32,7 @@ class KeyPipeline {
     __device__ static void start_barriers(const Stages& shared) {
         for (int stage = 0; stage < kStages; ++stage) {
             mbarrier_init(of_tile(shared.full, stage), threads);
-            mbarrier_init(of_tile(shared.empty, stage), kWarps);
+            mbarrier_init(of_tile(shared.empty, stage), kWarps * kWarpArrivals);
         }
     }
 
@@ -40,13 +40,14 @@ class KeyPipeline {
     // if it did.
     __device__ __forceinline__ static bool load_early(const Stages& shared, const ForwardProblem& problem,
                                                       const RowTile& tile, int splits) {
-        if (tile.unowned || splits > 1 || problem.key_blocks.counts) return false;
+        if (tile.unowned || splits > 1 || problem.key_blocks.counts || problem.cache.pages) return false;
         const Mask mask(problem, tile.sequence);
         const Position key = mask.keys_of(tile.rows.begin).begin;
         if (key % kRows != 0 || key + kRows > mask.keys_of(tile.rows.end - 1).end) return false;
         const int64_t first = tile.sequence.first_key_row;
-        const HeadRows<const Bits<dtype>> k(problem.k, tile.batch, first, tile.key_head, problem.head_dim);
-        const HeadRows<const Bits<dtype>> v(problem.v, tile.batch, first, tile.key_head, problem.head_dim_v);
+        const int64_t entry = tile.sequence.key_entry;
+        const HeadRows<const Bits<dtype>> k(problem.k, entry, first, tile.key_head, problem.head_dim);
+        const HeadRows<const Bits<dtype>> v(problem.v, entry, first, tile.key_head, problem.head_dim_v);
         const WholeTiles<threads, Tile> keys(k), values(v);
         if (!keys.usable() || !values.usable()) return false;
         keys.load(shared_address(shared.stages[0].k), key, int(problem.k.row_stride));

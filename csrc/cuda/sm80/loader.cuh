@@ -11,14 +11,31 @@
 
 namespace flash::cuda::sm80 {
 
+// The pages of one sequence's cache, of which row 0 lies in the middle of one if there is left padding.
+struct Pages {
+    const int32_t* table;  // [pages]
+    int page_size, entries;
+    Position first_row;  // where row 0 is, counted from the first page's beginning
+
+    Pages() = default;
+    __device__ Pages(const KeyCache& cache, int64_t batch, int64_t first_row)
+        : table(cache.pages + batch * cache.pages_stride),
+          page_size(int(cache.page_size)),
+          entries(int(cache.entries)),
+          first_row(Position(first_row)) {}
+};
+
 // The rows of one head: where its row 0 lies, and what may be assumed of every row.
 template <class Element>
 struct HeadRows {
-    Element* data;  // [rows, head_dim]
+    Element* data;  // [rows, head_dim]; with pages row 0 of page 0
     int64_t row_stride;
     int head_dim;
     bool vectors;  // every row starts at a multiple of 16 bytes and is a multiple of 16 bytes long; the
                    // stride fits 32 bits
+    bool paged = false;
+    Pages pages;
+    int64_t page_stride;
 
     __device__ HeadRows(const TensorView& view, int64_t batch, int64_t first_row, int64_t head,
                         int64_t head_dim)
@@ -29,6 +46,22 @@ struct HeadRows {
                    (view.batch_stride | view.row_stride | view.head_stride | head_dim) %
                        (16 / sizeof(Element))) == 0 &&
                   view.row_stride < 1 << 29) {}
+
+    __device__ HeadRows(const TensorView& view, const Pages& pages, int64_t head, int64_t head_dim)
+        : HeadRows(view, 0, 0, head, head_dim) {
+        paged = true;
+        this->pages = pages;
+        page_stride = view.batch_stride;
+    }
+
+    // For rows that exist.
+    __device__ __forceinline__ Element* row(Position index) const {
+        if (!paged) return data + index * row_stride;
+        const Position of_sequence = index + pages.first_row;
+        const Position entry = pages.table[of_sequence / pages.page_size];
+        return data + (entry < 0 ? 0 : min(entry, pages.entries - 1)) * page_stride +
+               of_sequence % pages.page_size * row_stride;
+    }
 };
 
 // How a block's threads divide a tile: neighbours take neighbouring 16-byte chunks of a panel's row.
@@ -51,7 +84,7 @@ __device__ __forceinline__ void load_elements(uint32_t tile, const HeadRows<cons
 #pragma unroll 1
     for (int row = Threads::first_row(); row < Tile::rows; row += Threads::row_step) {
         const bool valid = seen.contains(first + row);
-        const Element* source = from.data + (first + row) * from.row_stride;
+        const Element* source = valid ? from.row(first + row) : from.data;
 #pragma unroll 1
         for (int panel = 0; panel < Tile::panels; ++panel) {
             constexpr int elements = Tile::chunk_elements, in_word = elements / 4;
@@ -78,7 +111,8 @@ class WholeTiles {
     __device__ __forceinline__ explicit WholeTiles(const HeadRows<const Element>& rows)
         : source_(reinterpret_cast<const char*>(rows.data + Threads::first_row() * rows.row_stride +
                                                 Threads::chunk() * Tile::chunk_elements)),
-          usable_(Tile::rows % Threads::row_step == 0 && rows.vectors && rows.head_dim == Tile::columns) {}
+          usable_(Tile::rows % Threads::row_step == 0 && rows.vectors && !rows.paged &&
+                  rows.head_dim == Tile::columns) {}
 
     __device__ __forceinline__ bool usable() const { return usable_; }
 
@@ -122,11 +156,10 @@ __device__ __forceinline__ void load_tile(uint32_t tile, const HeadRows<const El
     }
     const int row0 = Threads::first_row(), chunk = Threads::chunk(), column0 = chunk * Tile::chunk_elements;
     const uint32_t place = tile + Tile::offset(row0, 0, chunk);
-    const Element* source = from.data + (first + row0) * from.row_stride + column0;
-    const int64_t row_step = Threads::row_step * from.row_stride;
 #pragma unroll 1
-    for (int row = row0; row < Tile::rows; row += Threads::row_step, source += row_step) {
+    for (int row = row0; row < Tile::rows; row += Threads::row_step) {
         const bool exists = seen.contains(first + row);
+        const Element* source = (exists ? from.row(first + row) : from.data) + column0;
 #pragma unroll
         for (int panel = 0; panel < Tile::panels; ++panel) {
             const int column = panel * Tile::panel;

@@ -1,0 +1,72 @@
+"""What all public attention functions do once their tensors are unpacked: checks, defaults, random state, the
+operators."""
+
+import torch
+
+from . import operators
+
+
+def window_of(window_size, causal):
+    """(left, right) for the operators, -1 unbounded."""
+    if isinstance(window_size, torch.Tensor):
+        window_size = window_size.tolist()
+    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
+        raise ValueError(f"flash_attn: window_size is {window_size!r}; it must be a pair of integers")
+    left, right = (max(int(size), -1) for size in window_size)
+    return left, 0 if causal else right
+
+
+def check_tensors(q, k, v, /, **others):
+    """Types and devices; what only the operators know, such as shapes, they check."""
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"flash_attn: {name} is {tensor!r}; it must be a tensor")
+    if q.device.type not in ("cpu", "cuda", "meta"):
+        raise RuntimeError(
+            f"flash_attn: q is on {q.device}, which no engine runs on (python -m flash_attn lists engines); "
+            "move q, k and v to a CUDA GPU or to the CPU"
+        )
+    for name, tensor in (("k", k), ("v", v), *others.items()):
+        if tensor is not None and tensor.device != q.device:
+            raise RuntimeError(
+                f"flash_attn: {name} is on {tensor.device} and q on {q.device}; they must be on one device"
+            )
+
+
+def attention(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
+    window_size, softcap, alibi_slopes, deterministic, return_attn_probs, mask=None,
+):
+    """out, or (out, lse, S_dmask); see flash_attn_func."""
+    check_tensors(
+        q, k, v, alibi_slopes=alibi_slopes, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k
+    )
+    if alibi_slopes is not None and alibi_slopes.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError(
+            "flash_attn: alibi_slopes requires grad, but has no gradient here; pass alibi_slopes.detach()"
+        )
+    if softmax_scale is None:
+        softmax_scale = max(q.shape[-1], 1) ** -0.5
+    left, right = window_of(window_size, causal)
+    rng_state = None
+    if dropout_p > 0:
+        rng_state = torch.randint(0, 2**63 - 1, (2,), dtype=torch.int64, device=q.device)
+    blocks, block_size = (None,) * 4, (0, 0)
+    if mask is not None:
+        blocks = (
+            mask.key_block_counts, mask.key_block_indices, mask.query_block_counts, mask.query_block_indices,
+        )
+        block_size = mask.block_size
+    options = (
+        cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k), alibi_slopes, rng_state, *blocks,
+        *block_size, float(dropout_p), float(softmax_scale), left, right, float(softcap),
+        bool(deterministic) or torch.are_deterministic_algorithms_enabled(),
+    )
+    out, lse = operators.attend(q, k, v, *options)
+    if not return_attn_probs:
+        return out
+    if dropout_p > 0:
+        s_dmask = operators.probabilities(q.detach(), k.detach(), v.detach(), *options)
+    else:
+        s_dmask = q.new_empty(0)
+    return out, lse, s_dmask

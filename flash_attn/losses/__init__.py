@@ -1,0 +1,1 @@
+"""Losses: cross-entropy over large vocabularies (flash_attn.losses.cross_entropy)."""

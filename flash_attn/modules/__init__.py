@@ -1,0 +1,1 @@
+"""Modules: attention layers (flash_attn.modules.mha)."""
