@@ -1,7 +1,12 @@
-"""GPT-2 of examples/train_gpt2.py with each attention in one run: tokens/s, peak memory, loss.
+"""The training examples with each attention in one run: tokens/s, peak memory, loss.
 
     python benchmarks/training.py --size gpt2 --device cuda --json results.json
     python benchmarks/training.py --attentions flash standard --steps 20      # the tiny one, on a CPU
+    python benchmarks/training.py --example bert --size base --device cuda    # packed against padded
+    python benchmarks/training.py --model gpt2 --device cuda                  # Hugging Face's GPT-2
+
+GPT-2 is examples/train_gpt2.py; BERT is examples/train_bert.py, whose documents are packed for flash and
+padded for the others: tokens are those of the text, not of the padding.
 
 One attention after the other, each from the same initial weights, through the same windows of the same text;
 every option of the example is an option here. tokens/s is from the median step. The loss is the mean of the
@@ -23,32 +28,33 @@ import torch
 import report
 from machine import machine
 
-EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "train_gpt2.py"
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 WARM_UP_STEPS = 5  # left out of tokens/s: compiling, tuning, first allocations
 
 
-def load_example():
-    spec = importlib.util.spec_from_file_location("train_gpt2", EXAMPLE)
+def load_example(name):
+    spec = importlib.util.spec_from_file_location(f"train_{name}", EXAMPLES / f"train_{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-def train(example, args, vocabulary, train_tokens, held_out_tokens):
+def train(example, args, vocabulary, train_data, held_out_data):
     """One attention's row of the table, with every step's loss and seconds."""
     on_gpu = args.device.startswith("cuda")
     if on_gpu:
         gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    trainer = example.Trainer(args, vocabulary.size, train_tokens, held_out_tokens)
+    trainer = example.Trainer(args, vocabulary.size, train_data, held_out_data)
     for _ in range(args.steps):
         trainer.train_step()
     losses = example.column(trainer.history, "train_loss")
     measured = max(1, args.steps - WARM_UP_STEPS)
     return {
         "parameters": trainer.parameters,
-        "tokens_per_step": trainer.tokens_per_step,
+        "tokens_per_step": trainer.tokens_per_step,  # a mean, for documents of different lengths
+        "padding": trainer.padding(),
         "tokens_per_second": trainer.tokens_per_second(last=measured),
         # Not of a CPU's process: what one attention frees, the next one finds.
         "peak_memory_bytes": torch.cuda.max_memory_allocated() if on_gpu else None,
@@ -74,6 +80,11 @@ def table(rows):
                f"{row['held_out_loss']:10.4f}{distance:>15}")
 
 
+def run_name(config):
+    name = f"{config.get('example', 'gpt2')}-{config['size']}"
+    return f"Hugging Face's {config['model']}" if config.get("model") else name
+
+
 def draw(results, figure):
     """The losses, which must coincide: the first lies beneath, wide and solid, the others dashed."""
     figure.set_size_inches(8, 5)
@@ -85,7 +96,7 @@ def draw(results, figure):
                 label=f"{name}, {row['tokens_per_second']:,.0f} tokens/s")
     config = results["config"]
     ax.set(xlabel="step", ylabel="training loss (nats per token)",
-           title=f"GPT-2 {config['size']}, {config['context']} tokens, {config['dtype']}, "
+           title=f"{run_name(config)}, {config['context']} tokens, {config['dtype']}, "
                  f"{results['machine']['processor']}")
     ax.grid(alpha=0.3)
     ax.legend()
@@ -95,6 +106,7 @@ def parse(arguments):
     """-> this benchmark's options, and what the example shall parse."""
     as_written = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=as_written)
+    parser.add_argument("--example", choices=["gpt2", "bert"], default="gpt2")
     parser.add_argument("--attentions", nargs="+", default=["flash", "sdpa", "standard"],
                         choices=["flash", "sdpa", "standard"])
     parser.add_argument("--steps", type=int, default=60)
@@ -107,7 +119,7 @@ def main(arguments=None):
     options, others = parse(arguments)
     if report.drawn_earlier_run(options, draw):
         return
-    example, rows = load_example(), {}
+    example, rows = load_example(options.example), {}
     with contextlib.ExitStack() as stack:
         if "--out" not in others:  # where the example keeps the byte pairs that it learns from the text
             others += ["--out", stack.enter_context(tempfile.TemporaryDirectory())]
@@ -115,18 +127,19 @@ def main(arguments=None):
         args = example.parse_arguments(others)
         args.out.mkdir(parents=True, exist_ok=True)
         begin = time.perf_counter()
-        loaded = vocabulary, train_tokens, held_out_tokens = example.load_tokens(args)
+        loaded = example.load_data(args)
+        config = {"example": options.example, **vars(args)}
         where = machine(torch.device(args.device).type)
         print(f"{where['processor']}, torch {where['torch']}, flash_attn {where['flash_attn']}; "
-              f"gpt2-{args.size}, batch {args.batch} x {args.accumulate} of {args.context} tokens, "
-              f"{args.dtype}, {args.steps} steps; {len(train_tokens):,} training tokens of "
-              f"{vocabulary.size:,} kinds, ready in {time.perf_counter() - begin:.0f} s", flush=True)
+              f"{run_name(config)}, batch {args.batch} x {args.accumulate} of {args.context} tokens, "
+              f"{args.dtype}, {args.steps} steps; text ready in {time.perf_counter() - begin:.0f} s",
+              flush=True)
         for name in options.attentions:
             args.attention, begin = name, time.perf_counter()
             rows[name] = train(example, args, *loaded)
             print(f"  {name}: {time.perf_counter() - begin:.0f} s", flush=True)
     print(f"{rows[options.attentions[0]]['parameters']:,} parameters", *table(rows), sep="\n")
-    config = {name: value for name, value in vars(args).items() if name not in ("attention", "out")}
+    config = {name: value for name, value in config.items() if name not in ("attention", "out")}
     report.write({"machine": where, "config": config, "attentions": rows}, options, draw)
 
 

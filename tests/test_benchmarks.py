@@ -183,16 +183,21 @@ def test_io_says_that_ncu_is_not_usable(io, tmp_path, monkeypatch, script, messa
         io.count([CELL], io.COMPARED, {})
 
 
-def test_training_compares(tmp_path, capsys):
+@pytest.mark.parametrize("example", ["gpt2", "bert"])
+def test_training_compares(example, tmp_path, capsys):
     text, results = tmp_path / "text.txt", tmp_path / "training.json"
-    text.write_text("".join(f"{i}: the quick brown fox, {i % 7} lazy dogs\n" for i in range(300)))
-    options = "--steps 8 --context 32 --batch 4 --eval-windows 4 --device cpu --data".split()
-    training.main([*options, str(text), "--json", str(results), "--plot", str(tmp_path / "training.png")])
-    attentions = json.loads(results.read_text())["attentions"]
-    assert list(attentions) == ["flash", "sdpa", "standard"]
+    lines = (f"{i}: the quick brown fox, {i % 7} lazy dogs\n" + "\n" * (i % 3) for i in range(300))
+    text.write_text("".join(lines))
+    options = f"--example {example} --steps 8 --context 32 --batch 4 --device cpu --data {text}".split()
+    options += {"gpt2": ["--eval-windows", "4"], "bert": ["--eval-documents", "4"]}[example]
+    training.main([*options, "--json", str(results), "--plot", str(tmp_path / "training.png")])
+    results = json.loads(results.read_text())
+    attentions = results["attentions"]
+    assert list(attentions) == ["flash", "sdpa", "standard"] and results["config"]["example"] == example
     for row in attentions.values():
         assert len(row["train_losses"]) == 8 and row["tokens_per_second"] > 0
         assert row["train_losses"] == pytest.approx(attentions["standard"]["train_losses"], abs=2e-4)
         assert row["held_out_loss"] == pytest.approx(attentions["standard"]["held_out_loss"], abs=2e-4)
+        assert (row["padding"] > 0) == (example == "bert") and row["tokens_per_step"] <= 4 * 32
     assert re.search(r"^flash +[\d,]+ +\d+\.\d\d +- +\d\.\d{4}", capsys.readouterr().out, re.M)
     assert (tmp_path / "training.png").stat().st_size > 10_000
