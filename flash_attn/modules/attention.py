@@ -161,6 +161,9 @@ class _PlainAttention(nn.Module):
             scale=self.softmax_scale,
             enable_gqa=q.shape[2] != k.shape[2],
         )
+        if visible is not None:
+            # Some of torch's kernels for GPUs give these rows an average of all values.
+            out = out.masked_fill(~visible.any(dim=-1, keepdim=True), 0)
         return out.transpose(1, 2)
 
 
