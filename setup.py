@@ -63,8 +63,6 @@ CUDA_FLAGS = [
     "-Xcompiler",
     "-fPIC,-fvisibility=hidden",
     "--expt-relaxed-constexpr",
-    "-Xfatbin",
-    "-compress-all",  # a third of the size
     "-Xptxas",
     "-v",
 ]
@@ -144,7 +142,7 @@ class BuildExtension(build_ext):
         if not self.architectures:
             return
         gencode = [flag for architecture in self.architectures for flag in architecture.flags()]
-        nvcc = [self.toolkit.nvcc, *CUDA_FLAGS, *gencode]
+        nvcc = [self.toolkit.nvcc, *CUDA_FLAGS, *self.toolkit.smallest, *gencode]
         if os.environ.get("FLASH_ATTN_RACECHECK") == "1":
             nvcc.append("-DFLASH_EVERY_LANE_ARRIVES")
         for row in sorted(ROWS, key=lambda row: (row.kernel, -row.configuration.head_dim)):
