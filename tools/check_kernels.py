@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 # Bytes stored and loaded. A plain kernel may keep addresses and sums of its rows in memory, touched once a
-# tile (three blocks of head dim 64 need it; two with no such traffic were slower); anything more would show. The kernels with softcap, ALiBi or dropout are bound
-# by those, and the ones of float32 by their threefold products, not by the memory's first level.
+# tile (three blocks of head dim 64 need it; two with no such traffic were slower); anything more would show.
+# The kernels with softcap, ALiBi or dropout are bound by those, the ones of float32 by their threefold
+# products, not by the memory's first level; and functions that are called stand outside the loops over tiles.
 PLAIN_LIMIT = 256
 OTHER_LIMIT = 1024
 
@@ -32,6 +33,7 @@ class Kernel:
     registers: int
     stack: int  # bytes of local memory: arrays that are indexed at run time, and spills
     spill: int  # bytes stored and loaded
+    called_spill: int  # the same of functions that it calls, together
     seconds: float  # of the whole file
 
 
@@ -44,12 +46,15 @@ def kernels_of(name, log):
     seconds = re.search(r"^seconds: ([\d.]+)", log, flags=re.M)
     head = r"Compiling entry function '(\w+)' for '(\w+)'"
     _, *parts = re.split(head, log)
+    spills = r"(\d+) bytes spill (?:stores|loads)"
     for function, architecture, text in zip(parts[::3], parts[1::3], parts[2::3], strict=True):
+        before, own, *called = text.split("Function properties for")
         yield Kernel(
             name, function, architecture,
-            registers=number(r"Used (\d+) registers", text),
-            stack=number(r"(\d+) bytes stack frame", text),
-            spill=number(r"(\d+) bytes spill (?:stores|loads)", text),
+            registers=number(r"Used (\d+) registers", own),
+            stack=number(r"(\d+) bytes stack frame", own),
+            spill=number(spills, own),
+            called_spill=number(spills, "".join(called)),
             seconds=float(seconds[1]) if seconds else 0.0,
         )
 
@@ -84,6 +89,8 @@ def main(arguments=None):
         print(f"{k.file:{width}}  {k.architecture:8} {numbers}  {names[k.function]}")
     problems = [f"{k.file} for {k.architecture}: {names[k.function]} spills {k.spill} bytes"
                 for k in kernels if k.spill > limit_of(k)]
+    problems += [f"{k.file} for {k.architecture}: what {names[k.function]} calls spills {k.called_spill} "
+                 "bytes" for k in kernels if k.called_spill > OTHER_LIMIT]
     problems += [f"{name}: {line.strip()}" for name, log in logs.items() for line in log.splitlines()
                  if SERIALISED.search(line)]
     if not kernels:
