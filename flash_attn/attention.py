@@ -33,6 +33,45 @@ def check_tensors(q, k, v, /, **others):
             )
 
 
+def scale_of(softmax_scale, q):
+    """The factor on the scores: D ** -0.5 unless the caller has one."""
+    return float(max(q.shape[-1], 1) ** -0.5 if softmax_scale is None else softmax_scale)
+
+
+def new_rng_state(dropout_p, device):
+    """int64 [2], (seed, offset), drawn from torch's generator of the device; anything without dropout."""
+    if dropout_p > 0:
+        return torch.randint(0, 2**63 - 1, (2,), dtype=torch.int64, device=device)
+    return torch.empty(2, dtype=torch.int64, device=device)
+
+
+def operator_options(
+    q, *, dropout_p, softmax_scale, window_size_left, window_size_right, causal=False, softcap=0.0,
+    alibi_slopes=None, rng_state=None, deterministic=False, cu_seqlens_q=None, cu_seqlens_k=None,
+    max_seqlen_q=0, max_seqlen_k=0, mask=None,
+):
+    """The options of the operators, in order: see operators.py. mask: a BlockSparseMask."""
+    blocks, block_size = (None,) * 4, (0, 0)
+    if mask is not None:
+        blocks = (
+            mask.key_block_counts, mask.key_block_indices, mask.query_block_counts, mask.query_block_indices,
+        )
+        block_size = mask.block_size
+    return (
+        cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k), alibi_slopes, rng_state, *blocks,
+        *block_size, float(dropout_p), scale_of(softmax_scale, q), window_size_left,
+        0 if causal else window_size_right, float(softcap),
+        bool(deterministic) or torch.are_deterministic_algorithms_enabled(),
+    )
+
+
+def dropped_probabilities(q, k, v, dropout_p, options):
+    """S_dmask (flash_attn_func says what it is); empty without dropout."""
+    if dropout_p > 0:
+        return operators.probabilities(q.detach(), k.detach(), v.detach(), *options)
+    return q.new_empty(0)
+
+
 def attention(
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
     window_size, softcap, alibi_slopes, deterministic, return_attn_probs, mask=None,
@@ -45,28 +84,14 @@ def attention(
         raise RuntimeError(
             "flash_attn: alibi_slopes requires grad, but has no gradient here; pass alibi_slopes.detach()"
         )
-    if softmax_scale is None:
-        softmax_scale = max(q.shape[-1], 1) ** -0.5
     left, right = window_of(window_size, causal)
-    rng_state = None
-    if dropout_p > 0:
-        rng_state = torch.randint(0, 2**63 - 1, (2,), dtype=torch.int64, device=q.device)
-    blocks, block_size = (None,) * 4, (0, 0)
-    if mask is not None:
-        blocks = (
-            mask.key_block_counts, mask.key_block_indices, mask.query_block_counts, mask.query_block_indices,
-        )
-        block_size = mask.block_size
-    options = (
-        cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k), alibi_slopes, rng_state, *blocks,
-        *block_size, float(dropout_p), float(softmax_scale), left, right, float(softcap),
-        bool(deterministic) or torch.are_deterministic_algorithms_enabled(),
+    options = operator_options(
+        q, dropout_p=dropout_p, softmax_scale=softmax_scale, window_size_left=left, window_size_right=right,
+        softcap=softcap, alibi_slopes=alibi_slopes, deterministic=deterministic, cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, mask=mask,
+        rng_state=new_rng_state(dropout_p, q.device) if dropout_p > 0 else None,
     )
     out, lse = operators.attend(q, k, v, *options)
     if not return_attn_probs:
         return out
-    if dropout_p > 0:
-        s_dmask = operators.probabilities(q.detach(), k.detach(), v.detach(), *options)
-    else:
-        s_dmask = q.new_empty(0)
-    return out, lse, s_dmask
+    return out, lse, dropped_probabilities(q, k, v, dropout_p, options)

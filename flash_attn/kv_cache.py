@@ -3,7 +3,7 @@
 import torch
 
 from . import operators
-from .attention import check_tensors, window_of
+from .attention import check_tensors, scale_of, window_of
 
 
 def flash_attn_with_kvcache(
@@ -94,8 +94,7 @@ def flash_attn_with_kvcache(
             right = -1
         out, lse = operators.cached(
             q, k_cache, v_cache, None, 0, cache_seqlens, cache_leftpad, cache_batch_idx, block_table,
-            alibi_slopes, float(shape[-1] ** -0.5 if softmax_scale is None else softmax_scale), left, right,
-            float(softcap), int(num_splits))
+            alibi_slopes, scale_of(softmax_scale, q), left, right, float(softcap), int(num_splits))
         if folds:
             out = out.transpose(1, 2).reshape(*shape[:3], out.shape[-1])
             lse = lse.reshape(shape[0], shape[2], 1)
@@ -115,8 +114,7 @@ def paged_forward(
     k, v, block_table = _put_together(k, v, block_table)
     return operators.cached(
         q, k, v, cu_seqlens_q, int(max_seqlen_q), seqlens_k.int(), None, None, block_table, alibi_slopes,
-        float(q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale),
-        *window_of(window_size, causal), float(softcap), int(num_splits),
+        scale_of(softmax_scale, q), *window_of(window_size, causal), float(softcap), int(num_splits),
     )
 
 

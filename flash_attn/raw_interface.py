@@ -18,10 +18,8 @@ Where this differs from flash_attn 2.8:
 - zero_tensors is ignored: rows that belong to no sequence are always zero.
 """
 
-import torch
-
 from . import operators
-from .attention import check_tensors
+from .attention import check_tensors, dropped_probabilities, new_rng_state, operator_options
 from .kv_cache import paged_forward
 
 USE_TRITON_ROCM = False  # there: the kernels for AMD GPUs
@@ -43,47 +41,17 @@ def _get_block_size_n(device, head_dim, is_dropout, is_causal):
     return 2**30
 
 
-def operator_options(
-    *, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap=0.0,
-    alibi_slopes=None, rng_state=None, deterministic=False, cu_seqlens_q=None, cu_seqlens_k=None,
-    max_seqlen_q=0, max_seqlen_k=0,
-):
-    """The options of the operators without block lists, in order: see operators.py."""
-    return (
-        cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k), alibi_slopes, rng_state,
-        *[None] * 4, 0, 0, float(dropout_p), float(softmax_scale), window_size_left,
-        0 if causal else window_size_right, float(softcap),
-        bool(deterministic) or torch.are_deterministic_algorithms_enabled(),
-    )
-
-
-def new_rng_state(dropout_p, device):
-    """int64 [2], (seed, offset), drawn from torch's generator of the device; anything without dropout."""
-    if dropout_p > 0:
-        return torch.randint(0, 2**63 - 1, (2,), dtype=torch.int64, device=device)
-    return torch.empty(2, dtype=torch.int64, device=device)
-
-
-def _scale(softmax_scale, q):
-    return max(q.shape[-1], 1) ** -0.5 if softmax_scale is None else softmax_scale
-
-
-def forward_pass(q, k, v, return_softmax, *, dropout_p, softmax_scale, **options):
+def forward_pass(q, k, v, return_softmax, *, dropout_p, **options):
     """-> (out, lse, S_dmask, rng_state); options as operator_options takes them, without rng_state."""
     check_tensors(q, k, v)
     rng_state = new_rng_state(dropout_p, q.device)
-    options = operator_options(
-        dropout_p=dropout_p, softmax_scale=_scale(softmax_scale, q), rng_state=rng_state, **options
-    )
+    options = operator_options(q, dropout_p=dropout_p, rng_state=rng_state, **options)
     out, lse = operators.forward(q, k, v, *options)
-    if return_softmax and dropout_p > 0:
-        s_dmask = operators.probabilities(q.detach(), k.detach(), v.detach(), *options)
-    else:
-        s_dmask = q.new_empty(0)
+    s_dmask = dropped_probabilities(q, k, v, dropout_p if return_softmax else 0.0, options)
     return out, lse, s_dmask, rng_state
 
 
-def backward_pass(dout, q, k, v, out, lse, dq, dk, dv, *, softmax_scale, **options):
+def backward_pass(dout, q, k, v, out, lse, dq, dk, dv, **options):
     """-> (dq, dk, dv, softmax_d): the given tensors, filled, and new ones for those that are None."""
     for name, gradient, tensor in (("dq", dq, q), ("dk", dk, k), ("dv", dv, v)):
         if gradient is not None and (gradient.shape != tensor.shape or gradient.dtype != tensor.dtype):
@@ -91,8 +59,7 @@ def backward_pass(dout, q, k, v, out, lse, dq, dk, dv, *, softmax_scale, **optio
                 f"flash_attn: {name} is {gradient.dtype} {list(gradient.shape)}; it must be {tensor.dtype} "
                 f"{list(tensor.shape)} as {name[1]} is, or None"
             )
-    options = operator_options(softmax_scale=_scale(softmax_scale, q), **options)
-    computed = operators.backward(dout, None, q, k, v, out, lse, *options)
+    computed = operators.backward(dout, None, q, k, v, out, lse, *operator_options(q, **options))
     dq, dk, dv = (
         new if given is None else given.copy_(new)
         for given, new in zip((dq, dk, dv), computed, strict=True)

@@ -32,8 +32,8 @@ from dataclasses import dataclass
 import torch
 
 from . import _C, operators
+from .attention import new_rng_state, operator_options
 from .kv_cache import paged_forward
-from .raw_interface import new_rng_state, operator_options
 
 NAME = "flash_attn"
 
@@ -54,8 +54,9 @@ def _check_forward(query, key, value, return_debug_mask, alibi_slopes=None):
 
 def _options(query, dropout_p, is_causal, scale, window_size_left=None, window_size_right=None, **others):
     return operator_options(
+        query,
         dropout_p=dropout_p,
-        softmax_scale=query.shape[-1] ** -0.5 if scale is None else scale,
+        softmax_scale=scale,
         causal=is_causal,
         window_size_left=-1 if window_size_left is None else window_size_left,
         window_size_right=-1 if window_size_right is None else window_size_right,

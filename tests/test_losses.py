@@ -212,15 +212,21 @@ rank, folder = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
 given = torch.load(f"{folder}/given.pt")
 logits = given["logits"].chunk(2, dim=1)[rank].clone().requires_grad_()
-results = []
-for features in given["features"]:
-    for lse in (None, given["lse"]):
-        losses, z_losses = cross_entropy_loss(
-            logits, given["labels"], lse, process_group=dist.group.WORLD, **features)
-        gradient, = torch.autograd.grad(losses, logits, given["dlosses"])
-        results.append((losses.detach(), z_losses, gradient))
-loss = CrossEntropyLoss(process_group=dist.group.WORLD)(logits, given["labels"]).detach()
-torch.save((results, loss), f"{folder}/{rank}.pt")
+
+
+def results_of(group):  # a function, since a graph that outlives it would hold the group until the process
+    # ends, where gloo's threads abort it
+    results = []
+    for features in given["features"]:
+        for lse in (None, given["lse"]):
+            losses, z_losses = cross_entropy_loss(
+                logits, given["labels"], lse, process_group=group, **features)
+            gradient, = torch.autograd.grad(losses, logits, given["dlosses"])
+            results.append((losses.detach(), z_losses.detach(), gradient))
+    return results, CrossEntropyLoss(process_group=group)(logits, given["labels"]).detach()
+
+
+torch.save(results_of(dist.group.WORLD), f"{folder}/{rank}.pt")
 dist.destroy_process_group()
 """
 

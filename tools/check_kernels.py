@@ -48,7 +48,7 @@ def kernels_of(name, log):
     _, *parts = re.split(head, log)
     spills = r"(\d+) bytes spill (?:stores|loads)"
     for function, architecture, text in zip(parts[::3], parts[1::3], parts[2::3], strict=True):
-        before, own, *called = text.split("Function properties for")
+        _, own, *called = text.split("Function properties for")
         yield Kernel(
             name, function, architecture,
             registers=number(r"Used (\d+) registers", own),
