@@ -42,6 +42,7 @@ SOURCES = [
     "csrc/torch/forward.cpp",
     "csrc/torch/library.cpp",
     "csrc/torch/module.cpp",
+    "csrc/torch/pack_mask.cpp",
     "csrc/torch/probabilities.cpp",
 ]
 CPU_ENGINE_SOURCES = ["csrc/cpu/backward.cpp", "csrc/cpu/forward.cpp"]

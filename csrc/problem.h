@@ -40,6 +40,14 @@ struct BlockLists {
     int64_t column_block = 0;  // rows of a block on the other axis
 };
 
+// One number for each score: [B or 1, H or 1, Sq or 1, Sk], rows contiguous; 0 is the stride of what is shared.
+struct ScoreMatrix {
+    void* data = nullptr;
+    int64_t batch_stride = 0;
+    int64_t head_stride = 0;
+    int64_t row_stride = 0;
+};
+
 // Keys and values that wait in a cache: k and v are [entries, capacity, Hk, D], of which each sequence uses a
 // part, or pages [entries, page_size, Hk, D] that a table puts together. Forward only.
 struct KeyCache {
@@ -75,6 +83,8 @@ struct ForwardProblem {
     int64_t alibi_batch_stride = 0;
     const int64_t* rng_state = nullptr;  // [2]: seed, offset; read by the engine, never by the host
     uint32_t dropout_threshold = 0;      // a score is dropped if its 16 random bits are below; 0: no dropout
+    ScoreMatrix bias;                    // added to the scores, elements as q's; dense problems only
+    ScoreMatrix visible;                 // bit j % 32 of word j / 32: key j exists; strides count words
     BlockLists key_blocks;               // per query block; counts == nullptr: no block mask
     BlockLists query_blocks;             // per key block, the transpose; the backward's
     // Bits that depend on nothing but the row: of out whatever else is in the batch, of dq over runs. out, dk
@@ -90,6 +100,7 @@ struct BackwardProblem {
     TensorView dq;           // [B, Sq, H, D]
     TensorView dk;           // [B, Sk, Hk, D]
     TensorView dv;           // [B, Sk, Hk, Dv]
+    ScoreMatrix dbias;       // float (double); zero on entry; data == nullptr: not wanted
     RowStatistics delta;     // [B, H, Sq] workspace: rowsum(dO * O) - dlse
 };
 

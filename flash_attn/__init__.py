@@ -1,6 +1,7 @@
 """Exact IO-aware attention for PyTorch: a drop-in for flash_attn, from scratch in C++ (arXiv 2205.14135)."""
 
 from . import not_shipped  # noqa: F401  (its import says what to use instead of what is missing)
+from .attention_mask import AttentionMask
 from .block_sparse import BlockSparseMask, flash_attn_block_sparse_func
 from .explain import explain
 from .flash_attn_interface import (
@@ -17,6 +18,7 @@ from .info import build_info
 __version__ = "2.8.3"
 
 __all__ = [
+    "AttentionMask",
     "BlockSparseMask",
     "build_info",
     "explain",

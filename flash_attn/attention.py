@@ -48,9 +48,10 @@ def new_rng_state(dropout_p, device):
 def operator_options(
     q, *, dropout_p, softmax_scale, window_size_left, window_size_right, causal=False, softcap=0.0,
     alibi_slopes=None, rng_state=None, deterministic=False, cu_seqlens_q=None, cu_seqlens_k=None,
-    max_seqlen_q=0, max_seqlen_k=0, mask=None,
+    max_seqlen_q=0, max_seqlen_k=0, mask=None, attn_bias=None, bits=None,
 ):
-    """The options of the operators, in order: see operators.py. mask: a BlockSparseMask."""
+    """The options of the operators, in order: see operators.py. mask: a BlockSparseMask; bits: an
+    AttentionMask's."""
     blocks, block_size = (None,) * 4, (0, 0)
     if mask is not None:
         blocks = (
@@ -61,7 +62,7 @@ def operator_options(
         cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k), alibi_slopes, rng_state, *blocks,
         *block_size, float(dropout_p), scale_of(softmax_scale, q), window_size_left,
         0 if causal else window_size_right, float(softcap),
-        bool(deterministic) or torch.are_deterministic_algorithms_enabled(),
+        bool(deterministic) or torch.are_deterministic_algorithms_enabled(), attn_bias, bits,
     )
 
 
@@ -74,11 +75,13 @@ def dropped_probabilities(q, k, v, dropout_p, options):
 
 def attention(
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
-    window_size, softcap, alibi_slopes, deterministic, return_attn_probs, mask=None,
+    window_size, softcap, alibi_slopes, deterministic, return_attn_probs, mask=None, bits=None,
+    attn_bias=None,
 ):
-    """out, or (out, lse, S_dmask); see flash_attn_func."""
+    """out, or (out, lse, S_dmask); see flash_attn_func. mask: a BlockSparseMask; bits: an AttentionMask's."""
     check_tensors(
-        q, k, v, alibi_slopes=alibi_slopes, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k
+        q, k, v, alibi_slopes=alibi_slopes, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+        attn_bias=attn_bias,
     )
     if alibi_slopes is not None and alibi_slopes.requires_grad and torch.is_grad_enabled():
         raise RuntimeError(
@@ -89,7 +92,7 @@ def attention(
         q, dropout_p=dropout_p, softmax_scale=softmax_scale, window_size_left=left, window_size_right=right,
         softcap=softcap, alibi_slopes=alibi_slopes, deterministic=deterministic, cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, mask=mask,
-        rng_state=new_rng_state(dropout_p, q.device) if dropout_p > 0 else None,
+        rng_state=new_rng_state(dropout_p, q.device) if dropout_p > 0 else None, attn_bias=attn_bias, bits=bits,
     )
     out, lse = operators.attend(q, k, v, *options)
     if not return_attn_probs:

@@ -8,6 +8,7 @@ all of one dtype, on one device, with any strides (a last dimension that is not 
 
 from . import raw_module as flash_attn_gpu  # noqa: F401  (the private names: other projects' needs)
 from .attention import attention
+from .attention_mask import AttentionMask, four_dimensions
 from .kv_cache import flash_attn_with_kvcache, paged_forward  # noqa: F401  (offered here, too)
 from .raw_interface import (  # noqa: F401
     USE_TRITON_ROCM,
@@ -47,6 +48,9 @@ def flash_attn_func(
     alibi_slopes=None,
     deterministic=False,
     return_attn_probs=False,
+    *,
+    attn_mask=None,
+    attn_bias=None,
 ):
     """Exact attention, softmax(q k^T * softmax_scale) v, without ever storing the score matrix (arXiv
     2205.14135).
@@ -70,6 +74,12 @@ def flash_attn_func(
             On the CPU it always is, on a GPU all but q's gradient. On a GPU it also keeps a row's bits
             independent of the rest of the batch: keys are not shared out over blocks to fill the device.
         return_attn_probs: also return lse and S_dmask.
+        attn_mask: bool, broadcastable to [B, H, Sq, Sk], True where a query sees a key; or an AttentionMask,
+            made once for many calls. Beside causal and window_size; blocks that nobody sees are skipped. CPU
+            only so far.
+        attn_bias: floating, broadcastable to [B, H, Sq, Sk], added to the scores (after softcap), -inf hides
+            one. Used in q's dtype; its gradient is summed in float32, in a fixed order, over what it is
+            broadcast along, without a [B, H, Sq, Sk] tensor. CPU only so far.
 
     Returns: out [B, Sq, H, Dv], contiguous, in q's dtype. With return_attn_probs (out, lse, S_dmask): lse,
         float32 (float64 for float64 tensors) [B, H, Sq], is the natural logarithm of the row's summed
@@ -89,9 +99,16 @@ def flash_attn_func(
         >>> flash_attn_func(q, k, v, causal=True).shape
         torch.Size([2, 128, 4, 64])
     """
+    blocks = bits = None
+    if attn_mask is not None:
+        if not isinstance(attn_mask, AttentionMask):
+            attn_mask = AttentionMask.from_bool(attn_mask, q.shape[1], k.shape[1])
+        blocks, bits = attn_mask.blocks, attn_mask.bits
+    if attn_bias is not None:
+        attn_bias = four_dimensions("attn_bias", attn_bias, q.shape[1], k.shape[1]).to(q.dtype)
     return attention(
         q, k, v, None, None, 0, 0, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
-        deterministic, return_attn_probs,
+        deterministic, return_attn_probs, blocks, bits, attn_bias,
     )
 
 

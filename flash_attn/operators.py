@@ -5,7 +5,9 @@ options::
 
     attention_forward(q, k, v, *options) -> (out, lse)
     attention_backward(dout, dlse or None, q, k, v, out, lse, *options) -> (dq, dk, dv)
+    attention_backward_with_bias(...) -> (dq, dk, dv, dbias), dbias of the accumulation dtype
     attention_probabilities(q, k, v, *options) -> S_dmask
+    pack_mask(mask, block) -> (attn_mask, blocks)
     attention_cached(q, k, v, cu_seqlens_q, max_seqlen_q, cache_seqlens, cache_leftpad, cache_batch_idx,
                      block_table, alibi_slopes, softmax_scale, window_size_left, window_size_right, softcap,
                      num_splits) -> (out, lse)
@@ -13,7 +15,7 @@ options::
     options = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, alibi_slopes, rng_state,
                key_block_counts, key_block_indices, query_block_counts, query_block_indices,
                block_size_q, block_size_k, dropout_p, softmax_scale, window_size_left, window_size_right,
-               softcap, deterministic)
+               softcap, deterministic, attn_bias=None, attn_mask=None)
 
 Dense tensors are [batch, seqlen, heads, head_dim]; with cu_seqlens they are packed, [total, heads, head_dim].
 """
@@ -31,11 +33,13 @@ except ImportError as error:
 # The overloads: finding the only one takes 8 us a call.
 forward = torch.ops.flash_attn.attention_forward.default
 backward = torch.ops.flash_attn.attention_backward.default
+backward_with_bias = torch.ops.flash_attn.attention_backward_with_bias.default
 probabilities = torch.ops.flash_attn.attention_probabilities.default
+pack_mask = torch.ops.flash_attn.pack_mask.default
 cached = torch.ops.flash_attn.attention_cached.default
 
-_NO_GRADIENTS = (None,) * 18  # of the options
-_TENSOR_OPTIONS = (0, 1, 4, 5, 6, 7, 8, 9)
+_BIAS = 18  # among the options
+_TENSOR_OPTIONS = (0, 1, 4, 5, 6, 7, 8, 9, _BIAS, 19)
 
 
 def accumulation_dtype(dtype):
@@ -57,6 +61,20 @@ def _(dout, dlse, q, k, v, *args, **kwargs):
     return tuple(tensor.new_empty(tensor.shape) for tensor in (q, k, v))
 
 
+@torch.library.register_fake("flash_attn::attention_backward_with_bias")
+def _(dout, dlse, q, k, v, out, lse, *options):
+    bias = options[_BIAS]
+    dbias = bias.new_empty(bias.shape, dtype=accumulation_dtype(q.dtype))
+    return (*(tensor.new_empty(tensor.shape) for tensor in (q, k, v)), dbias)
+
+
+@torch.library.register_fake("flash_attn::pack_mask")
+def _(mask, block):
+    rows, columns = mask.shape[2:]
+    bits = mask.new_empty((*mask.shape[:3], (columns + 31) // 32), dtype=torch.int32)
+    return bits, mask.new_empty((*mask.shape[:2], -(-rows // block), -(-columns // block)))
+
+
 @torch.library.register_fake("flash_attn::attention_probabilities")
 def _(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *args, **kwargs):
     if cu_seqlens_q is None:
@@ -69,25 +87,33 @@ def _(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *args, **
 
 def _save_for_backward(ctx, inputs, output):
     q, k, v, *options = inputs
-    ctx.save_for_backward(q, k, v, *output, *(options[i] for i in _TENSOR_OPTIONS))
-    ctx.options = [None if i in _TENSOR_OPTIONS else option for i, option in enumerate(options)]
+    tensors = [i for i in _TENSOR_OPTIONS if i < len(options)]
+    ctx.save_for_backward(q, k, v, *output, *(options[i] for i in tensors))
+    ctx.tensors = tensors
+    ctx.options = [None if i in tensors else option for i, option in enumerate(options)]
     ctx.set_materialize_grads(False)
 
 
 def _gradients(ctx, dout, dlse):
     q, k, v, out, lse, *tensors = ctx.saved_tensors
     options = list(ctx.options)
-    for i, tensor in zip(_TENSOR_OPTIONS, tensors, strict=True):
+    for i, tensor in zip(ctx.tensors, tensors, strict=True):
         options[i] = tensor
     if dout is None:  # the loss used lse alone
         dout = torch.zeros_like(out)
-    run = backward if torch.is_grad_enabled() else _backward_without_gradients
-    return (*run(dout, dlse, q, k, v, out, lse, *options), *_NO_GRADIENTS)
-
-
-def _backward_without_gradients(*inputs):
-    with torch._C._AutoDispatchBelowAutograd():
-        return backward(*inputs)
+    bias = options[_BIAS] if len(options) > _BIAS else None
+    wants_bias = bias is not None and ctx.needs_input_grad[3 + _BIAS]
+    operator = backward_with_bias if wants_bias else backward
+    arguments = (dout, dlse, q, k, v, out, lse, *options)
+    if torch.is_grad_enabled():
+        gradients = operator(*arguments)
+    else:
+        with torch._C._AutoDispatchBelowAutograd():
+            gradients = operator(*arguments)
+    of_options = [None] * len(options)
+    if wants_bias:
+        of_options[_BIAS] = gradients[3].to(bias.dtype)
+    return (*gradients[:3], *of_options)
 
 
 def _forward_without_gradients(*inputs):
@@ -106,7 +132,10 @@ class _Attention(torch.autograd.Function):
 
 
 def _forward_with_gradients(q, k, v, *options):
-    needed = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    bias = options[_BIAS] if len(options) > _BIAS else None
+    needed = torch.is_grad_enabled() and (
+        q.requires_grad or k.requires_grad or v.requires_grad or (bias is not None and bias.requires_grad)
+    )
     return (_Attention.apply if needed else _forward_without_gradients)(q, k, v, *options)
 
 
@@ -127,4 +156,5 @@ def _no_second_derivative(ctx, *gradients):
     )
 
 
-torch.library.register_autograd("flash_attn::attention_backward", _no_second_derivative)
+for _name in ("attention_backward", "attention_backward_with_bias"):
+    torch.library.register_autograd(f"flash_attn::{_name}", _no_second_derivative)

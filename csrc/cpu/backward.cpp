@@ -54,11 +54,15 @@ void backward(const BackwardProblem& problem, const Threads& threads) {
             const MatrixUnit unit;
             KeyGradientTask<Element>(problem, carver).run(tile...);
         });
-        for_each_query_tile(problem.forward, threads, [&](char* scratch, auto... tile) {
+        const auto query_gradient = [&](char* scratch, auto... tile) {
             Carver carver(scratch);
             const MatrixUnit unit;
             QueryGradientTask<Element>(problem, carver).run(tile...);
-        });
+        };
+        if (problem.dbias.data)
+            for_each_query_tile_of(problem.dbias, problem.forward, threads, query_gradient);
+        else
+            for_each_query_tile(problem.forward, threads, query_gradient);
         const ForwardProblem& forward = problem.forward;
         zero_unowned_rows<Element>(problem.dq, forward.cu_seqlens_q, forward.batch, forward.rows_q,
                                    forward.heads_q, forward.head_dim);

@@ -11,6 +11,7 @@
 #include "../attention/online_softmax.h"
 #include "../attention/score.h"
 #include "../attention/tile_schedule.h"
+#include "addend_tile.h"
 #include "dropout_tile.h"
 #include "operand_tile.h"
 #include "score_walk.h"
@@ -35,11 +36,13 @@ class ForwardTask {
         : problem_(problem),
           depth_(operand_depth<Operand>(problem.head_dim)),
           value_rows_(round_up<int64_t>(problem.head_dim_v, kLanes<Real>)),
+          has_addends_(has_score_matrices(problem)),
           values_(problem.head_dim_v, carver) {
         rows_ = carver.take<Operand>(kPanel * depth_);
         keys_ = carver.take<Operand>((kKeyTile + kMicroRows) * depth_);
         scores_ = carver.take<Real>((kKeyTile + kMicroRows) * kPanel);
         keep_ = carver.take<Real>(problem.dropout_threshold ? kKeyTile * kPanel : 0);
+        addends_ = carver.take<Real>(has_addends_ ? kKeyTile * kPanel : 0);
         out_rows_ = carver.take<Real>(kPanel * value_rows_);
         for (int64_t panel = 0; panel < kPanels; ++panel) {
             queries_[panel] = carver.take<Operand>(depth_ * kPanel);
@@ -59,7 +62,7 @@ class ForwardTask {
         KeyTiles tiles(mask.keys_of(queries.begin), mask.keys_of(queries.end - 1), problem_.key_blocks, batch,
                        head, queries.begin);
         for (typename KeyTiles::Tile tile; tiles.next(tile);) {
-            load_keys(tile.positions, tile.masked);
+            load_keys(tile.positions, tile.masked || has_addends_);
             for (int64_t panel = 0; panel < panels; ++panel) attend(panel, tile.positions, transform);
         }
         for (int64_t panel = 0; panel < panels; ++panel) finish(panel);
@@ -88,9 +91,13 @@ class ForwardTask {
 
     void attend(int64_t index, Interval tile, const ScoreTransform<Math>& transform) {
         const Panel<Real>& panel = panels_[index];
-        const PanelSpan span = panel.template span<kStep>(tile);
+        PanelSpan span = panel.template span<kStep>(tile);
         const int64_t first_key = tile.begin + span.offset;
         if (span.count <= 0) return;
+        span.masked |= has_addends_;
+        if (has_addends_)
+            fill_addend_tile<Element>(addends_, problem_, batch_, head_, panel.positions(), 1,
+                                      {first_key, first_key + span.count}, kPanel);
         // S^T = K Q^T
         gemm<Order::row_major>(span.count, kPanel, depth_, keys_ + span.offset * depth_, depth_,
                                queries_[index], kPanel, scores_, kPanel, Result::overwrite);
@@ -118,7 +125,14 @@ class ForwardTask {
                 } else {
                     score = transform.score(score, panel.distance(v, first_key + key));
                 }
-                if (span.masked) score = panel.sees(v, first_key + key) ? score : softmax.minus_infinity();
+                LaneMask<Real> seen = ~LaneMask<Real>{};
+                if (has_addends_) {
+                    const auto addend = load<Vector<Real>>(addends_ + v * kLanes<Real> + key * kPanel);
+                    seen = addend != softmax.minus_infinity();
+                    score += addend;
+                }
+                if (span.masked)
+                    score = panel.sees(v, first_key + key) & seen ? score : softmax.minus_infinity();
                 tile_max = score > tile_max ? score : tile_max;
                 store(scores + key * kPanel, score);
             }
@@ -179,6 +193,7 @@ class ForwardTask {
     const ForwardProblem& problem_;
     const int64_t depth_;          // operands along D
     const int64_t value_rows_;     // Dv in whole vectors
+    const bool has_addends_;
     StackedTile<Operand> values_;  // [kKeyTile][Dv]
     int64_t batch_, head_;
     Sequence sequence_;
@@ -186,6 +201,7 @@ class ForwardTask {
     Operand* keys_;              // [kKeyTile][depth]
     Real* scores_;               // [kKeyTile][kPanel]: S^T, then P^T as operands
     Real* keep_;                 // [kKeyTile][kPanel]
+    Real* addends_;              // [kKeyTile][kPanel]
     Real* out_rows_;             // [kPanel][value_rows]
     Operand* queries_[kPanels];  // [depth][kPanel]
     Real* out_[kPanels];         // [value_rows][kPanel]: O^T, not yet normalised

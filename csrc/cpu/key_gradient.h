@@ -4,6 +4,7 @@
 //     S = Q K^T,  dP = dO V^T,  dV += P^T dO,  dK += dS^T Q
 #pragma once
 
+#include "addend_tile.h"
 #include "dropout_tile.h"
 #include "operand_tile.h"
 #include "score_gradient.h"
@@ -29,7 +30,8 @@ class KeyGradientTask {
           columns_(round_up<int64_t>(problem_.head_dim, kMicroColumns<Real>)),
           value_columns_(round_up<int64_t>(problem_.head_dim_v, kMicroColumns<Real>)),
           ld_(kStep == 1 ? columns_ : depth_),
-          value_ld_(kStep == 1 ? value_columns_ : value_depth_) {
+          value_ld_(kStep == 1 ? value_columns_ : value_depth_),
+          has_addends_(has_score_matrices(problem_)) {
         rows_ = carver.take<Operand>(kPanel * (depth_ > value_depth_ ? depth_ : value_depth_));
         queries_ = carver.take<Operand>((kQueryTile + kMicroRows) * ld_);
         dout_ = carver.take<Operand>((kQueryTile + kMicroRows) * value_ld_);
@@ -38,6 +40,7 @@ class KeyGradientTask {
         dots_ = carver.take<Real>((kQueryTile + kMicroRows) * kPanel);
         gradients_ = carver.take<Real>((kQueryTile + kMicroRows) * kPanel);
         keep_ = carver.take<Real>(problem_.dropout_threshold ? kQueryTile * kPanel : 0);
+        addends_ = carver.take<Real>(has_addends_ ? kQueryTile * kPanel : 0);
         statistics_ = {carver.take<Real>(kQueryTile), carver.take<Real>(kQueryTile)};
         for (int64_t panel = 0; panel < kPanels; ++panel) {
             keys_[panel] = carver.take<Operand>(depth_ * kPanel);
@@ -61,7 +64,7 @@ class KeyGradientTask {
             QueryTiles tiles(mask.queries_of(keys.begin), mask.queries_of(keys.end - 1),
                              problem_.query_blocks, batch, head, keys.begin);
             for (typename QueryTiles::Tile tile; tiles.next(tile);) {
-                load_queries(head, tile.positions, tile.masked);
+                load_queries(head, tile.positions, tile.masked || has_addends_);
                 for (int64_t panel = 0; panel < panels; ++panel)
                     accumulate(panel, head, tile.positions, transform);
             }
@@ -101,18 +104,23 @@ class KeyGradientTask {
     void accumulate(int64_t index, int64_t head, Interval tile,
                     const ScoreTransform<VectorMath<Real>>& transform) {
         const Panel<Real>& panel = panels_[index];
-        const PanelSpan span = panel.template span<kStep>(tile);
+        PanelSpan span = panel.template span<kStep>(tile);
         if (span.count <= 0) return;
+        span.masked |= has_addends_;
         const int64_t first_query = tile.begin + span.offset;
+        const Interval queries{first_query, first_query + span.count};
         gemm<Order::row_major>(span.count, kPanel, depth_, queries_ + span.offset * ld_, ld_, keys_[index],
                                kPanel, dots_, kPanel, Result::overwrite);
         gemm<Order::row_major>(span.count, kPanel, value_depth_, dout_ + span.offset * value_ld_, value_ld_,
                                values_[index], kPanel, gradients_, kPanel, Result::overwrite);
         const bool dropout = problem_.dropout_threshold;
         if (dropout)
-            fill_dropout_tile(keep_, Dropout(problem_, batch_, head), {first_query, first_query + span.count},
-                              kPanel, panel.positions(), 1);
-        differentiate<Lanes::keys, Operand>({dots_, gradients_, dropout ? keep_ : nullptr, first_query},
+            fill_dropout_tile(keep_, Dropout(problem_, batch_, head), queries, kPanel, panel.positions(), 1);
+        if (has_addends_)
+            fill_addend_tile<Element>(addends_, problem_, batch_, head, queries, kPanel, panel.positions(),
+                                      1);
+        differentiate<Lanes::keys, Operand>({dots_, gradients_, dropout ? keep_ : nullptr,
+                                             has_addends_ ? addends_ : nullptr, nullptr, first_query},
                                             panel, span, transform,
                                             {statistics_.lse + span.offset, statistics_.delta + span.offset});
         const bool selecting = span.masked && !finite_;
@@ -148,6 +156,7 @@ class KeyGradientTask {
     const int64_t depth_, value_depth_;      // operands along D and Dv
     const int64_t columns_, value_columns_;  // D and Dv in whole strips of columns
     const int64_t ld_, value_ld_;  // of the plain tiles; without Pairs they are the stacked ones too
+    const bool has_addends_;
     int64_t batch_, key_head_;
     Sequence sequence_;
     bool finite_;
@@ -159,6 +168,7 @@ class KeyGradientTask {
     Real* dots_;                          // [kQueryTile][kPanel]: S, then P
     Real* gradients_;                     // [kQueryTile][kPanel]: dP, then dS
     Real* keep_;                          // [kQueryTile][kPanel]
+    Real* addends_;                       // [kQueryTile][kPanel]
     SoftmaxStatistics<Real> statistics_;  // [kQueryTile]
     Operand* keys_[kPanels];              // [depth][kPanel]
     Operand* values_[kPanels];            // [value_depth][kPanel]

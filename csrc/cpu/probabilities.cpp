@@ -7,6 +7,7 @@
 #include "../attention/dropout.h"
 #include "../attention/scalar_math.h"
 #include "../attention/score.h"
+#include "../attention/score_matrix.h"
 #include "../attention/tile_schedule.h"
 
 namespace flash::cpu {
@@ -32,7 +33,15 @@ std::vector<double> scores_of(const ForwardProblem& problem, const Sequence& seq
                                                   head / (problem.heads_q / problem.heads_k));
             double dot = 0;
             for (int64_t d = 0; d < problem.head_dim; ++d) dot += row[d] * column[d];
-            scores[size_t(key)] = transform.score(dot, std::fabs(double(query + mask.diagonal() - key)));
+            double score = transform.score(dot, std::fabs(double(query + mask.diagonal() - key)));
+            if (problem.bias.data) {
+                const double bias = row_of<const double>(problem.bias, batch, head, query)[key];
+                score = bias == kInvisible ? kInvisible : score + bias;
+            }
+            if (problem.visible.data &&
+                !is_visible(row_of<const uint32_t>(problem.visible, batch, head, query), Position(key)))
+                score = kInvisible;
+            scores[size_t(key)] = score;
         }
     return scores;
 }

@@ -1,8 +1,11 @@
 // dQ of one tile of queries of one head: walks the keys as the forward does, with queries as lanes.
 //
 //     S^T = K Q^T,  dP^T = V dO^T,  dQ^T += K^T dS^T
+//
+// A bias' gradient is added up on the way, by whoever is given all heads and batch entries that share it.
 #pragma once
 
+#include "addend_tile.h"
 #include "dropout_tile.h"
 #include "operand_tile.h"
 #include "score_gradient.h"
@@ -27,6 +30,7 @@ class QueryGradientTask {
           depth_(operand_depth<Operand>(problem_.head_dim)),
           value_depth_(operand_depth<Operand>(problem_.head_dim_v)),
           rows_of_dq_(round_up<int64_t>(problem_.head_dim, kLanes<Real>)),
+          has_addends_(has_score_matrices(problem_)),
           keys_(carver.take<Operand>((kKeyTile + kMicroRows) * depth_)),
           stacked_keys_(problem_.head_dim, carver, keys_) {
         rows_ = carver.take<Operand>(kPanel * (depth_ > value_depth_ ? depth_ : value_depth_));
@@ -34,6 +38,8 @@ class QueryGradientTask {
         dots_ = carver.take<Real>((kKeyTile + kMicroRows) * kPanel);
         gradients_ = carver.take<Real>((kKeyTile + kMicroRows) * kPanel);
         keep_ = carver.take<Real>(problem_.dropout_threshold ? kKeyTile * kPanel : 0);
+        addends_ = carver.take<Real>(has_addends_ ? kKeyTile * kPanel : 0);
+        bias_gradient_ = carver.take<Real>(problem.dbias.data ? kKeyTile * kPanel : 0);
         dq_rows_ = carver.take<Real>(kPanel * rows_of_dq_);
         for (int64_t panel = 0; panel < kPanels; ++panel) {
             queries_[panel] = carver.take<Operand>(depth_ * kPanel);
@@ -55,7 +61,7 @@ class QueryGradientTask {
         KeyTiles tiles(mask.keys_of(queries.begin), mask.keys_of(queries.end - 1), problem_.key_blocks, batch,
                        head, queries.begin);
         for (typename KeyTiles::Tile tile; tiles.next(tile);) {
-            load_keys(tile.positions, tile.masked);
+            load_keys(tile.positions, tile.masked || has_addends_);
             for (int64_t panel = 0; panel < panels; ++panel) accumulate(panel, tile.positions, transform);
         }
         for (int64_t panel = 0; panel < panels; ++panel) finish(panel);
@@ -90,20 +96,34 @@ class QueryGradientTask {
 
     void accumulate(int64_t index, Interval tile, const ScoreTransform<VectorMath<Real>>& transform) {
         const Panel<Real>& panel = panels_[index];
-        const PanelSpan span = panel.template span<kStep>(tile);
+        PanelSpan span = panel.template span<kStep>(tile);
         if (span.count <= 0) return;
+        span.masked |= has_addends_;
         const int64_t first_key = tile.begin + span.offset;
+        const Interval keys{first_key, first_key + span.count};
         gemm<Order::row_major>(span.count, kPanel, depth_, keys_ + span.offset * depth_, depth_,
                                queries_[index], kPanel, dots_, kPanel, Result::overwrite);
         gemm<Order::row_major>(span.count, kPanel, value_depth_, values_ + span.offset * value_depth_,
                                value_depth_, dout_[index], kPanel, gradients_, kPanel, Result::overwrite);
         const bool dropout = problem_.dropout_threshold;
         if (dropout)
-            fill_dropout_tile(keep_, Dropout(problem_, batch_, head_), panel.positions(), 1,
-                              {first_key, first_key + span.count}, kPanel);
-        differentiate<Lanes::queries, Operand>({dots_, gradients_, dropout ? keep_ : nullptr, first_key},
+            fill_dropout_tile(keep_, Dropout(problem_, batch_, head_), panel.positions(), 1, keys, kPanel);
+        if (has_addends_)
+            fill_addend_tile<Element>(addends_, problem_, batch_, head_, panel.positions(), 1, keys, kPanel);
+        Real* const bias_gradient = backward_.dbias.data ? bias_gradient_ : nullptr;
+        differentiate<Lanes::queries, Operand>({dots_, gradients_, dropout ? keep_ : nullptr,
+                                                has_addends_ ? addends_ : nullptr, bias_gradient, first_key},
                                                panel, span, transform, statistics_[index]);
+        if (bias_gradient) add_bias_gradient(panel.positions(), keys);
         stacked_keys_.add_product(dq_[index], span, reinterpret_cast<const Operand*>(gradients_));
+    }
+
+    void add_bias_gradient(Interval queries, Interval keys) const {
+        for (int64_t query = queries.begin; query < queries.end; ++query) {
+            Real* sum = row_of<Real>(backward_.dbias, batch_, head_, query) + keys.begin;
+            const Real* lane = bias_gradient_ + (query - queries.begin);
+            for (int64_t i = 0; i < keys.end - keys.begin; ++i) sum[i] += lane[i * kPanel];
+        }
     }
 
     void finish(int64_t index) {
@@ -118,6 +138,7 @@ class QueryGradientTask {
     const BackwardProblem& backward_;
     const int64_t depth_, value_depth_;  // operands along D and Dv
     const int64_t rows_of_dq_;           // D in whole vectors; without Pairs it equals depth
+    const bool has_addends_;
     Operand* const keys_;                // [kKeyTile][depth]
     StackedTile<Operand> stacked_keys_;  // the same rows
     int64_t batch_, head_;
@@ -127,6 +148,8 @@ class QueryGradientTask {
     Real* dots_;                 // [kKeyTile][kPanel]: S^T, then P^T
     Real* gradients_;            // [kKeyTile][kPanel]: dP^T, then dS^T
     Real* keep_;                 // [kKeyTile][kPanel]
+    Real* addends_;              // [kKeyTile][kPanel]
+    Real* bias_gradient_;        // [kKeyTile][kPanel]: of this panel and head
     Real* dq_rows_;              // [kPanel][rows_of_dq]
     Operand* queries_[kPanels];  // [depth][kPanel]
     Operand* dout_[kPanels];     // [value_depth][kPanel]

@@ -7,6 +7,8 @@
 // column past the end nor a NaN behind the mask gets through.
 #pragma once
 
+#include <limits>
+
 #include "../attention/score.h"
 #include "element.h"
 #include "score_walk.h"
@@ -35,8 +37,10 @@ template <class Real>
 struct ScoreTile {
     Real* dots;        // [rows][lanes]: in q.k, out P as operands (with dropout)
     Real* gradients;   // [rows][lanes]: in dP, out dS as operands
-    const Real* keep;  // [rows][lanes] dropout factors, or nullptr
-    int64_t first;     // position of row 0 on its axis
+    const Real* keep;     // [rows][lanes] dropout factors, or nullptr
+    const Real* addends;  // [rows][lanes], or nullptr
+    Real* bias_gradient;  // [rows][lanes], written unless nullptr
+    int64_t first;        // position of row 0 on its axis
 };
 
 template <Lanes lanes, class Operand, class Real>
@@ -64,9 +68,15 @@ void differentiate(const ScoreTile<Real>& tile, const Panel<Real>& panel, const 
                     delta = broadcast(statistics.delta[row + i]);
                 }
                 const int64_t position = tile.first + row + i;
-                const Vector<Real> score = transform.is_linear()
-                                               ? dot * transform.inner
-                                               : transform.score(dot, panel.distance(v, position));
+                Vector<Real> score = transform.is_linear()
+                                         ? dot * transform.inner
+                                         : transform.score(dot, panel.distance(v, position));
+                LaneMask<Real> seen = span.masked ? panel.sees(v, position) : ~LaneMask<Real>{};
+                if (tile.addends) {
+                    const Vector<Real> addend = load<Vector<Real>>(tile.addends + at);
+                    seen &= addend != -std::numeric_limits<Real>::infinity() + Vector<Real>{};
+                    score += addend;
+                }
                 Vector<Real> p = Math::exponential(score - lse), dp = load<Vector<Real>>(tile.gradients + at);
                 Vector<Real> dropped = p;
                 if (tile.keep) {
@@ -74,10 +84,10 @@ void differentiate(const ScoreTile<Real>& tile, const Panel<Real>& panel, const 
                     dp *= keep;
                     dropped *= keep;
                 }
-                const Vector<Real> ds = p * (dp - delta) * transform.derivative(dot);
-                const LaneMask<Real> seen = span.masked ? panel.sees(v, position) : ~LaneMask<Real>{};
+                const Vector<Real> ds = p * (dp - delta);
                 probabilities[i] = Math::select(seen, dropped, zero);
-                gradients[i] = Math::select(seen, ds, zero);
+                gradients[i] = Math::select(seen, ds * transform.derivative(dot), zero);
+                if (tile.bias_gradient) store(tile.bias_gradient + at, Math::select(seen, ds, zero));
             }
             store_step(reinterpret_cast<Operand*>(tile.dots) + row / kStep * kPanel + column, probabilities);
             store_step(reinterpret_cast<Operand*>(tile.gradients) + row / kStep * kPanel + column, gradients);

@@ -141,6 +141,27 @@ FLASH_INLINE void for_each_query_tile(const ForwardProblem& problem, const Threa
     });
 }
 
+// for_each_query_tile for a walk that adds to `shared`: a task gets all tiles that have the same rows of it, in a
+// fixed order.
+template <class Run>
+FLASH_INLINE void for_each_query_tile_of(const ScoreMatrix& shared, const ForwardProblem& problem,
+                                         const Threads& threads, const Run& run) {
+    const RowTiles tiles(problem.seqlen_q, problem.key_blocks, kQueryTile);
+    const auto apart = [](int64_t count, int64_t stride) { return stride ? count : 1; };
+    const int64_t batches = apart(problem.batch, shared.batch_stride);
+    const int64_t heads = apart(problem.heads_q, shared.head_stride);
+    const int64_t groups = apart(tiles.count(), shared.row_stride);
+    for_each_task(threads, batches * heads * groups, [&](int64_t task, char* scratch) {
+        const int64_t first_tile = task % groups, first_head = task / groups % heads;
+        for (int64_t batch = task / groups / heads; batch < problem.batch; batch += batches)
+            for (int64_t head = first_head; head < problem.heads_q; head += heads)
+                for (int64_t tile = first_tile; tile < tiles.count(); tile += groups) {
+                    const Interval queries = tiles[tile];
+                    if (!queries.empty()) run(scratch, batch, head, sequence_of(problem, batch), queries);
+                }
+    });
+}
+
 // Calls run(scratch, batch, key_head, sequence, keys) for every tile of keys, earliest keys first: under a
 // causal mask the most queries see them.
 template <class Run>

@@ -57,6 +57,9 @@ Arguments::Arguments(const Tensor& q, const Tensor& k, const Tensor& v, const Op
     if (cache) set_cache(*cache);
     set_scores(options);
     set_dropout(options);
+    problem.bias = score_matrix("attn_bias", options.attn_bias, q_.scalar_type(), problem.seqlen_k);
+    problem.visible =
+        score_matrix("attn_mask's bits", options.attn_mask, ScalarType::Int, (problem.seqlen_k + 31) / 32);
     problem.key_blocks =
         block_lists("query", options.key_block_counts, options.key_block_indices, options.block_size_q,
                     options.block_size_k, problem.seqlen_q, problem.seqlen_k);
@@ -234,6 +237,23 @@ void Arguments::set_dropout(const Options& options) {
     problem.rng_state = kept_.back().const_data_ptr<int64_t>();
     const double threshold = std::round(options.dropout_p * 65536);
     problem.dropout_threshold = uint32_t(threshold < 65535 ? threshold : 65535);
+}
+
+ScoreMatrix Arguments::score_matrix(const char* name, const OptionalTensor& tensor, ScalarType dtype,
+                                    int64_t columns) {
+    if (!tensor) return {};
+    check(!packed(), name, " does not support packed sequences");
+    check_dtype(name, *tensor, dtype, dtype == ScalarType::Int ? "" : " as q is");
+    check_device(name, *tensor, q_);
+    const int64_t sizes[] = {problem.batch, problem.heads_q, problem.seqlen_q};
+    bool fits = tensor->dim() == 4 && tensor->size(3) == columns;
+    for (int i = 0; fits && i < 3; ++i) fits = tensor->size(i) == sizes[i] || tensor->size(i) == 1;
+    check(fits, name, " has shape ", ShapeOf{*tensor}, "; it must be [1 or ", problem.batch, ", 1 or ",
+          problem.heads_q, ", 1 or ", problem.seqlen_q, ", ", columns, "]");
+    kept_.push_back(columns <= 1 || tensor->stride(3) == 1 ? *tensor : torch::stable::contiguous(*tensor));
+    const Tensor& kept = kept_.back();
+    const auto stride = [&](int64_t dim) { return kept.size(dim) == 1 ? 0 : kept.stride(dim); };
+    return {kept.data_ptr(), stride(0), stride(1), stride(2)};
 }
 
 BlockLists Arguments::block_lists(const char* axis, const OptionalTensor& counts,

@@ -12,6 +12,7 @@
 
 namespace flash {
 
+using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
@@ -26,6 +27,7 @@ struct Options {
     int64_t window_size_left, window_size_right;
     double softcap;
     bool deterministic;  // of the backward; the CPU engine always is
+    OptionalTensor attn_bias, attn_mask;
 };
 
 // Where k and v are a cache: [entries, capacity, Hk, D], or [pages, page_size, Hk, D] with a block table. All
@@ -62,6 +64,7 @@ class Arguments {
     const int32_t* numbers(const char* name, const Tensor& tensor, int64_t least, int64_t most);
     void set_scores(const Options& options);
     void set_dropout(const Options& options);
+    ScoreMatrix score_matrix(const char* name, const OptionalTensor& tensor, ScalarType dtype, int64_t columns);
     BlockLists block_lists(const char* axis, const OptionalTensor& counts, const OptionalTensor& indices,
                            int64_t row_block, int64_t column_block, int64_t rows, int64_t columns);
     void check_block_indices(const char* axis, const BlockLists& lists, int64_t block_rows) const;

@@ -15,12 +15,11 @@ void check_statistics(const char* name, const Tensor& tensor, const Tensor& q, c
         check_shape(name, tensor, {problem.batch, problem.heads_q, problem.rows_q});
 }
 
-}  // namespace
-
-std::tuple<Tensor, Tensor, Tensor> attention_backward(Tensor dout, OptionalTensor dlse, Tensor q, Tensor k,
-                                                      Tensor v, Tensor out, Tensor lse,
-                                                      FLASH_OPTION_PARAMETERS) {
-    Arguments arguments(q, k, v, FLASH_OPTION_ARGUMENTS);
+// dbias: filled if given.
+std::tuple<Tensor, Tensor, Tensor> run_backward(Tensor dout, OptionalTensor dlse, Tensor q, Tensor k, Tensor v,
+                                                Tensor out, Tensor lse, const Options& options,
+                                                Tensor* dbias = nullptr) {
+    Arguments arguments(q, k, v, options);
     BackwardProblem problem{};
     for (const auto& [name, tensor] : {std::pair{"dout", &dout}, {"out", &out}}) {
         check_device(name, *tensor, q);
@@ -53,8 +52,33 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(Tensor dout, OptionalTenso
     problem.dv = arguments.view(dv);
     const Tensor delta = arguments.new_statistics();
     problem.delta = arguments.statistics_of(delta);
+    if (dbias) {
+        // As attn_bias, but contiguous and in another type.
+        const auto stride = [&](int64_t dim) { return dbias->size(dim) == 1 ? 0 : dbias->stride(dim); };
+        problem.dbias = {dbias->data_ptr(), stride(0), stride(1), stride(2)};
+    }
     execute(problem, q);
     return {dq, dk, dv};
+}
+
+}  // namespace
+
+std::tuple<Tensor, Tensor, Tensor> attention_backward(Tensor dout, OptionalTensor dlse, Tensor q, Tensor k,
+                                                      Tensor v, Tensor out, Tensor lse,
+                                                      FLASH_OPTION_PARAMETERS) {
+    return run_backward(dout, dlse, q, k, v, out, lse, FLASH_OPTION_ARGUMENTS);
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward_with_bias(
+    Tensor dout, OptionalTensor dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse,
+    FLASH_OPTION_PARAMETERS) {
+    check(attn_bias.has_value(), "attn_bias is missing, whose gradient is wanted");
+    const std::vector<int64_t> sizes(attn_bias->sizes().begin(), attn_bias->sizes().end());
+    Tensor dbias = torch::stable::new_empty(
+        q, sizes, q.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float);
+    torch::stable::zero_(dbias);
+    const auto [dq, dk, dv] = run_backward(dout, dlse, q, k, v, out, lse, FLASH_OPTION_ARGUMENTS, &dbias);
+    return {dq, dk, dv, dbias};
 }
 
 }  // namespace flash

@@ -7,13 +7,14 @@
 // 1]. The options mean the same in every operator:
 //   alibi_slopes float32 [H] or [B, H]; rng_state int64 [2] = (seed, offset), needed if dropout_p > 0;
 //   key_block_* lists per query block, query_block_* per key block (attention/block_mask.h), all four or
-//   none; window sizes -1 = unbounded, causal = right 0; deterministic concerns the backward.
+//   none; attn_bias [B or 1, H or 1, Sq or 1, Sk] of q's dtype, attn_mask the same as bits (pack_mask), dense
+//   problems only; window sizes -1 = unbounded, causal = right 0; deterministic concerns the backward.
 #define FLASH_OPTIONS                                                                                    \
     "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, "             \
     "Tensor? alibi_slopes, Tensor? rng_state, Tensor? key_block_counts, Tensor? key_block_indices, "     \
     "Tensor? query_block_counts, Tensor? query_block_indices, int block_size_q, int block_size_k, "      \
     "float dropout_p, float softmax_scale, int window_size_left, int window_size_right, float softcap, " \
-    "bool deterministic"
+    "bool deterministic, Tensor? attn_bias=None, Tensor? attn_mask=None"
 
 STABLE_TORCH_LIBRARY(flash_attn, library) {
     library.def("attention_forward(Tensor q, Tensor k, Tensor v, " FLASH_OPTIONS
@@ -21,6 +22,10 @@ STABLE_TORCH_LIBRARY(flash_attn, library) {
     library.def(
         "attention_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor "
         "lse, " FLASH_OPTIONS ") -> (Tensor dq, Tensor dk, Tensor dv)");
+    library.def(
+        "attention_backward_with_bias(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, "
+        "Tensor lse, " FLASH_OPTIONS ") -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias)");
+    library.def("pack_mask(Tensor mask, int block) -> (Tensor bits, Tensor blocks)");
     // k and v are a cache [entries, capacity, Hk, D], or pages [entries, page_size, Hk, D] that block_table
     // int32 [B, pages of a sequence] puts together; the other cache_* int32 [B]. No gradients.
     library.def(
@@ -36,6 +41,8 @@ STABLE_TORCH_LIBRARY_IMPL(flash_attn, CPU, library) {
     library.impl("attention_forward", TORCH_BOX(&flash::attention_forward));
     library.impl("attention_cached", TORCH_BOX(&flash::attention_cached));
     library.impl("attention_backward", TORCH_BOX(&flash::attention_backward));
+    library.impl("attention_backward_with_bias", TORCH_BOX(&flash::attention_backward_with_bias));
+    library.impl("pack_mask", TORCH_BOX(&flash::pack_mask));
     library.impl("attention_probabilities", TORCH_BOX(&flash::attention_probabilities));
 }
 
@@ -43,5 +50,7 @@ STABLE_TORCH_LIBRARY_IMPL(flash_attn, CUDA, library) {
     library.impl("attention_forward", TORCH_BOX(&flash::attention_forward));
     library.impl("attention_cached", TORCH_BOX(&flash::attention_cached));
     library.impl("attention_backward", TORCH_BOX(&flash::attention_backward));
+    library.impl("attention_backward_with_bias", TORCH_BOX(&flash::attention_backward_with_bias));
+    library.impl("pack_mask", TORCH_BOX(&flash::pack_mask));
     library.impl("attention_probabilities", TORCH_BOX(&flash::attention_probabilities));
 }

@@ -15,12 +15,12 @@ namespace flash {
         OptionalTensor key_block_indices, OptionalTensor query_block_counts,                              \
         OptionalTensor query_block_indices, int64_t block_size_q, int64_t block_size_k, double dropout_p, \
         double softmax_scale, int64_t window_size_left, int64_t window_size_right, double softcap,        \
-        bool deterministic
+        bool deterministic, OptionalTensor attn_bias, OptionalTensor attn_mask
 #define FLASH_OPTION_ARGUMENTS                                                                        \
     {cu_seqlens_q,      cu_seqlens_k,     max_seqlen_q,      max_seqlen_k,       alibi_slopes,        \
      rng_state,         key_block_counts, key_block_indices, query_block_counts, query_block_indices, \
      block_size_q,      block_size_k,     dropout_p,         softmax_scale,      window_size_left,    \
-     window_size_right, softcap,          deterministic}
+     window_size_right, softcap,          deterministic,     attn_bias,          attn_mask}
 
 std::tuple<Tensor, Tensor> attention_forward(Tensor q, Tensor k, Tensor v, FLASH_OPTION_PARAMETERS);
 
@@ -34,6 +34,15 @@ std::tuple<Tensor, Tensor> attention_cached(Tensor q, Tensor k, Tensor v, Option
 std::tuple<Tensor, Tensor, Tensor> attention_backward(Tensor dout, OptionalTensor dlse, Tensor q, Tensor k,
                                                       Tensor v, Tensor out, Tensor lse,
                                                       FLASH_OPTION_PARAMETERS);
+
+// The same, and the gradient of attn_bias, in its shape and the accumulation type.
+std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward_with_bias(
+    Tensor dout, OptionalTensor dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse,
+    FLASH_OPTION_PARAMETERS);
+
+// mask: bool [B or 1, H or 1, Sq or 1, Sk], True where a score exists. bits: int32 [..., ceil(Sk / 32)], key j is
+// bit j % 32 of word j / 32. blocks: bool [..., ceil(Sq / block), ceil(Sk / block)], whether any score exists.
+std::tuple<Tensor, Tensor> pack_mask(Tensor mask, int64_t block);
 
 // exp(score - the row's maximum score) as [B, H, Sq, Sk] with both lengths rounded up to 128 (packed: of the
 // longest sequences); negative where dropout drops it, 0 where nothing is visible. Always made on the CPU.

@@ -25,12 +25,13 @@ Tensor attention_probabilities(Tensor q, Tensor k, Tensor v, FLASH_OPTION_PARAME
             max_seqlen_k, on_cpu(alibi_slopes), on_cpu(rng_state), on_cpu(key_block_counts),
             on_cpu(key_block_indices), on_cpu(query_block_counts), on_cpu(query_block_indices), block_size_q,
             block_size_k, dropout_p, softmax_scale, window_size_left, window_size_right, softcap,
-            deterministic);
+            deterministic, on_cpu(attn_bias), on_cpu(attn_mask));
         return torch::stable::to(result, q.device());
     }
     q = torch::stable::to(q, ScalarType::Double);
     k = torch::stable::to(k, ScalarType::Double);
     v = torch::stable::to(v, ScalarType::Double);
+    if (attn_bias) attn_bias = torch::stable::to(*attn_bias, ScalarType::Double);
     const Arguments arguments(q, k, v, FLASH_OPTION_ARGUMENTS);
     const ForwardProblem& problem = arguments.problem;
     const auto rounded = [](int64_t length) { return (length + 127) / 128 * 128; };

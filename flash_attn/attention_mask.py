@@ -1,0 +1,53 @@
+"""Masks of elements: which query sees which key, where neither causal nor a window says it."""
+
+from dataclasses import dataclass
+
+import torch
+
+from . import operators
+from .block_sparse import BlockSparseMask
+
+BLOCK = 128  # elements; blocks that nobody sees are not visited
+
+
+@dataclass(frozen=True)
+class AttentionMask:
+    """A bool mask as the engines read it: a bit each, and the blocks that hold any. Made once, it serves every
+    layer and both passes; 1/8 byte an element."""
+
+    bits: torch.Tensor  # int32 [B or 1, H or 1, Sq or 1, ceil(Sk / 32)]
+    blocks: BlockSparseMask
+    seqlen_q: int
+    seqlen_k: int
+
+    @classmethod
+    def from_bool(cls, mask, seqlen_q, seqlen_k):
+        """
+        Args:
+            mask: bool, broadcastable to [B, H, seqlen_q, seqlen_k], True where a query sees a key. Dimensions
+                of size 1 are shared and not copied, but the last.
+
+        Raises:
+            ValueError: mask is not bool, or its shape does not fit.
+        """
+        if mask.dtype != torch.bool:
+            raise ValueError(
+                f"flash_attn: attn_mask is {mask.dtype}; it must be bool, True where a query sees a key (a float "
+                "mask is an attn_bias)"
+            )
+        mask = four_dimensions("attn_mask", mask, seqlen_q, seqlen_k)
+        bits, some = operators.pack_mask(mask, BLOCK)
+        some = some.expand(-1, -1, -(-seqlen_q // BLOCK), -1)
+        return cls(bits, BlockSparseMask.from_block_map(some, BLOCK), seqlen_q, seqlen_k)
+
+
+def four_dimensions(name, tensor, seqlen_q, seqlen_k):
+    """A view [B or 1, H or 1, Sq or 1, Sk] of what broadcasts to [B, H, Sq, Sk]."""
+    shape = tensor.shape
+    tensor = tensor[(None,) * (4 - tensor.dim())] if tensor.dim() < 4 else tensor
+    if tensor.dim() > 4 or tensor.shape[3] not in (1, seqlen_k) or tensor.shape[2] not in (1, seqlen_q):
+        raise ValueError(
+            f"flash_attn: {name} has shape {list(shape)}; it must broadcast to [batch, heads, {seqlen_q}, "
+            f"{seqlen_k}]"
+        )
+    return tensor.expand(-1, -1, -1, seqlen_k)
