@@ -39,6 +39,7 @@ struct BackwardHead {
     float* dq;                 // sums of the sequence's first query tile
     ScoreTransform<GpuMath> transform;
     Dropout dropout;
+    ScoreAddend<dtype> addend;
     SchedulePlace start;
 };
 
@@ -100,6 +101,7 @@ class BackwardPlan {
         out.dq = dq_sums_.of_head(shared_.place.head, i, tile.batch);
         out.transform = ScoreTransform<GpuMath>(problem, tile.batch, head);
         if (problem.dropout_threshold) out.dropout = Dropout(problem, tile.batch, head);
+        out.addend = ScoreAddend<dtype>(problem, tile.batch, head);
         const Interval first = shared_.mask.queries_of(tile.rows.begin);
         const Interval last = shared_.mask.queries_of(tile.rows.end - 1);
         out.start.schedule =
@@ -156,8 +158,10 @@ class BackwardTile {
             load_queries(head, walk, tile);
             while (walk.more()) {
                 const int stage = tile % c.stages;
-                Part now{walk.first(), walk.seen(shared_.warps[warp()]), walk.masked() || partial, stage,
-                         false};
+                const bool hides =
+                    features != Features::none && (head.addend.bias || head.addend.visible);
+                Part now{walk.first(), walk.seen(shared_.warps[warp()]),
+                         walk.masked() || partial || hides, stage, false};
                 walk.advance(shared_.warps[warp()]);
                 wait_full(tile);
                 if (!drifts && c.stages > 1) load_queries(head, walk, tile + 1);
@@ -278,10 +282,15 @@ class BackwardTile {
             KeyTile::lane_columns_first(address(shared_.v)) + first_key);
         RowConstants<Scores::rows> constants;
         constants.template load<Scores>(shared_.lse[part.stage] + row, shared_.delta[part.stage] + row);
-        differentiate<features>(s, dp, constants, head.transform, head.dropout,
+        differentiate<features>(s, dp, constants, head.transform, head.dropout, head.addend,
                                 {part.first + row, shared_.tile.first + column, shared_.mask.diagonal()});
-        if (part.masked) mask(s, dp, part, row, column);
         if (part.bad_queries || bad_keys_) mark_bad(s, dp, part, row, column);
+        if (part.masked) mask(s, dp, part, row, column);
+        if constexpr (features != Features::none)
+            if (head.addend.visible)
+                head.addend.template each_hidden<Scores>(
+                    part.first + row, shared_.tile.first + column,
+                    [&](int r, int column) { s.at(r, column) = dp.at(r, column) = 0; });
         if constexpr (drifts) wait(shared_.left, tile % 2 ^ 1);
         store_fragment<dtype, ScoreTile>(address(shared_.p), s, row, column);
         store_fragment<dtype, ScoreTile>(address(shared_.ds), dp, row, column);

@@ -73,7 +73,8 @@ class ForwardTile {
         while (walk.more() || too_low) {
             if (!too_low) pipeline.wait(tile);
             const Position key = walk.first();
-            const bool check_mask = walk.masked() && !too_low;
+            const bool hides = features != Features::none && shared_.plan.hides_anywhere();
+            const bool check_mask = (walk.masked() || hides) && !too_low;
             const Sees sees = check_mask ? what_warp_sees(walk) : Sees::all;
             const auto next = [&] {
                 walk.advance(shared_.plan.warp());
@@ -219,6 +220,7 @@ class ForwardTile {
         const Interval last = intersection(shared_.plan.visible(row + warp_rows - 1), seen);
         // Both ends never decrease with the row.
         if (last.end <= first.begin) return Sees::none;
+        if (features != Features::none && shared_.plan.hides_anywhere()) return Sees::part;
         return last.begin <= key && first.end >= key + c.key_tile ? Sees::all : Sees::part;
     }
 
@@ -236,6 +238,8 @@ class ForwardTile {
                         s.at(r, column), float(distance < 0 ? -distance : distance));
                 }
             }
+            if (shared_.plan.addend.bias) 
+                shared_.plan.addend.add_bias(s, shared_.plan.tile.first + warp_row(), key + warp_key());
         }
     }
 
@@ -250,6 +254,12 @@ class ForwardTile {
                 if (j < begin || j >= end) s.at(r, column) = OnlineSoftmax<GpuMath>::minus_infinity();
             }
         }
+        if constexpr (features != Features::none)
+            if (shared_.plan.addend.visible)
+                shared_.plan.addend.template each_hidden<Scores>(
+                    shared_.plan.tile.first + warp_row(), key + warp_key(), [&](int r, int column) {
+                        s.at(r, column) = OnlineSoftmax<GpuMath>::minus_infinity();
+                    });
     }
 
     __device__ __forceinline__ float unit() const { return optimistic ? score_unit_ : 1.f; }

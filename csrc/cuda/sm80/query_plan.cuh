@@ -7,6 +7,7 @@
 #include "../tile/gpu_math.h"
 #include "loader.cuh"
 #include "row_tile.cuh"
+#include "score_addend.cuh"
 #include "tile_walk.cuh"
 
 namespace flash::cuda::sm80 {
@@ -33,6 +34,7 @@ struct QueryPlan {
     Mask mask;
     ScoreTransform<GpuMath> transform;
     Dropout dropout;
+    ScoreAddend<dtype> addend;
     Interval slice;       // the keys that the block may visit
     SchedulePlace start;  // where every warp starts
     SchedulePlace warps[kWarps];
@@ -55,6 +57,7 @@ struct QueryPlan {
         mask = Mask(problem, sequence);
         transform = ScoreTransform<GpuMath>(problem, batch, tile.head);
         if (problem.dropout_threshold) dropout = Dropout(problem, batch, tile.head);
+        addend = ScoreAddend<dtype>(problem, batch, tile.head);
         slice = tile.unowned ? Interval(0, 0) : split.keys(sequence.seqlen_k, key_tile);
         const Interval first = visible(tile.rows.begin), last = visible(tile.rows.end - 1);
         start.schedule =
@@ -67,6 +70,9 @@ struct QueryPlan {
 
     __device__ __forceinline__ SchedulePlace& warp() { return warps[threadIdx.x / 32]; }
     __device__ __forceinline__ const SchedulePlace& warp() const { return warps[threadIdx.x / 32]; }
+
+    // Any score may be hidden.
+    __device__ __forceinline__ bool hides_anywhere() const { return addend.bias || addend.visible; }
 
     __device__ __forceinline__ Interval visible(Position query) const {
         return intersection(mask.keys_of(query), slice);

@@ -6,15 +6,18 @@
 #include "../../attention/score.h"
 #include "../tile/gpu_math.h"
 #include "../tile/warp_product.h"
+#include "score_addend.cuh"
 
 namespace flash::cuda::sm80 {
 
-// What a score goes through besides the scale; the scale alone has to be positive.
+// What a score goes through besides the scale; the scale alone has to be positive. A bias and a mask of
+// elements count as a transform.
 enum class Features { none, transformed, dropout };
 
 FLASH_HOST_DEVICE Features features_of(const ForwardProblem& problem) {
     if (problem.dropout_threshold) return Features::dropout;
-    const bool plain = problem.softcap == 0 && !problem.alibi_slopes && problem.softmax_scale > 0;
+    const bool plain = problem.softcap == 0 && !problem.alibi_slopes && problem.softmax_scale > 0 &&
+                       !has_score_matrices(problem);
     return plain ? Features::none : Features::transformed;
 }
 
@@ -27,12 +30,6 @@ __device__ __forceinline__ uint32_t kept_scores(const Dropout& dropout, Position
     for (int slot = 0; slot < Dropout::scores_per_call; ++slot)
         kept |= uint32_t(dropout.keep(bits, slot)) << slot;
     return kept;
-}
-
-// `never` is false, which the compiler can't know: its basic block ends here. Within one, ptxas starts all it
-// can and keeps the intermediate results in registers that it does not have.
-__device__ __forceinline__ void end_block(bool never) {
-    if (never) __trap();
 }
 
 // The part of the score matrix that a warp's fragment covers.
@@ -57,12 +54,16 @@ struct RowConstants {
     }
 };
 
+// What dS is the gradient of.
+enum class Of { dot_products, scores };
+
 // s: Q K^T on entry, what multiplies dO on return (P, without the dropped ones). dp: dO V^T on entry, dS on
 // return. Without features dS still lacks the factor softmax_scale, which the caller gives to the sums.
-template <Features features, class Scores>
+template <Features features, Of of = Of::dot_products, DType dtype, class Scores>
 __device__ __forceinline__ void differentiate(Scores& s, Scores& dp, const RowConstants<Scores::rows>& row,
                                               const ScoreTransform<GpuMath>& transform,
-                                              const Dropout& dropout, const ScorePart& part) {
+                                              const Dropout& dropout, const ScoreAddend<dtype>& addend,
+                                              const ScorePart& part) {
     float keep_scale = 1;
     if constexpr (features == Features::dropout) keep_scale = float(dropout.keep_scale());
 #pragma unroll
@@ -77,23 +78,33 @@ __device__ __forceinline__ void differentiate(Scores& s, Scores& dp, const RowCo
                 const int r = 2 * m + i / 4, column = 2 * n + i % 4;
                 const float dot = s.at(r, column);
                 float gradient = dp.at(r, column), probability, derivative = 1;
+                bool hidden = false;
                 if constexpr (features == Features::none) {
                     probability = GpuMath::exponential(dot * transform.inner - row.lse_log2[r]);
                 } else {
                     const int distance = part.first_query + Scores::row(r) + part.diagonal - part.first_key -
                                          Scores::column(column);
-                    const float score = transform.score(dot, float(distance < 0 ? -distance : distance));
+                    float score = transform.score(dot, float(distance < 0 ? -distance : distance));
+                    if (addend.bias) {
+                        const float bias = addend.bias_of(part.first_query + Scores::row(r),
+                                                          part.first_key + Scores::column(column));
+                        hidden = bias == -INFINITY;
+                        score += bias;
+                    }
                     probability = GpuMath::exponential(score - row.lse_log2[r]);
-                    derivative = transform.derivative(dot);
+                    if (of == Of::dot_products) derivative = transform.derivative(dot);
                 }
                 if constexpr (features == Features::dropout)
                     gradient = kept >> i & 1 ? gradient * keep_scale : 0;
-                dp.at(r, column) = probability * (gradient - row.delta[r]) * derivative;
+                dp.at(r, column) = hidden ? 0 : probability * (gradient - row.delta[r]) * derivative;
                 if constexpr (features == Features::dropout)
                     probability = kept >> i & 1 ? probability * keep_scale : 0;
-                s.at(r, column) = probability;
+                s.at(r, column) = hidden ? 0 : probability;
             }
-            if constexpr (features == Features::dropout) end_block(part.first_query < 0);
+            if constexpr (features == Features::dropout)
+                end_block(part.first_query < 0);
+            else if (features == Features::transformed && addend.bias)
+                end_block(part.first_query < 0);
         }
 }
 

@@ -1,0 +1,78 @@
+// A bias and the bits of a mask as a warp meets them: at the scores that its fragment covers. They are read
+// from device memory where they are needed; a tile's are read once by each warp.
+#pragma once
+
+#include "../../attention/score_matrix.h"
+#include "../any/rows.cuh"
+#include "../tile/fragment.h"
+#include "../tile/gpu_math.h"
+
+namespace flash::cuda::sm80 {
+
+// `never` is false, which the compiler can't know: its basic block ends here. Within one, ptxas starts all it
+// can and keeps the intermediate results in registers that it does not have.
+__device__ __forceinline__ void end_block(bool never) {
+    if (never) __trap();
+}
+
+// Of one head. Positions outside the matrix read its last row or column: what lies there is masked anyway.
+template <DType dtype>
+struct ScoreAddend {
+    using Element = ElementOf<dtype>;
+
+    const typename Element::Bits* bias;  // row 0; nullptr: none
+    const uint32_t* visible;             // row 0; nullptr: all
+    int64_t bias_stride, visible_stride;
+    Position last_query, last_key;
+
+    ScoreAddend() = default;
+    __device__ ScoreAddend(const ForwardProblem& problem, int64_t batch, int64_t head)
+        : bias(problem.bias.data ? row_of<const typename Element::Bits>(problem.bias, batch, head, 0) : nullptr),
+          visible(problem.visible.data ? row_of<const uint32_t>(problem.visible, batch, head, 0) : nullptr),
+          bias_stride(problem.bias.row_stride),
+          visible_stride(problem.visible.row_stride),
+          last_query(Position(problem.seqlen_q) - 1),
+          last_key(Position(problem.seqlen_k) - 1) {}
+
+    // In the unit of the scores; -inf hides one.
+    __device__ __forceinline__ float bias_of(Position query, Position key) const {
+        const auto* row = bias + min(query, last_query) * bias_stride;
+        return Element::to_float(row[min(key, last_key)]) * float(GpuMath::unit);
+    }
+
+    // Adds the bias to the fragment of scores whose corner is (query, key). A hidden score becomes -inf,
+    // whatever it was.
+    template <class Scores>
+    __device__ __forceinline__ void add_bias(Scores& s, Position query, Position key) const {
+#pragma unroll
+        for (int r = 0; r < Scores::rows; ++r) {
+#pragma unroll
+            for (int column = 0; column < Scores::columns; ++column) {
+                const float x = bias_of(query + Scores::row(r), key + Scores::column(column));
+                s.at(r, column) = x == -INFINITY ? -INFINITY : s.at(r, column) + x;
+            }
+            end_block(query < 0);
+        }
+    }
+
+    // Calls hide(r, column) for what the bits hide of the fragment; key is a multiple of 8.
+    template <class Scores, class Hide>
+    __device__ __forceinline__ void each_hidden(Position query, Position key, const Hide& hide) const {
+#pragma unroll
+        for (int r = 0; r < Scores::rows; ++r) {
+            const uint32_t* row = visible + min(query + Scores::row(r), last_query) * visible_stride;
+#pragma unroll
+            for (int n = 0; n < Scores::column_tiles; ++n) {
+                // 8 keys lie in one word.
+                const Position first = key + n * 8;
+                const uint32_t bits = row[min(first, last_key) / 32] >> first % 32;
+#pragma unroll
+                for (int i = 0; i < 2; ++i)
+                    if (!(bits >> (lane_index() % 4 * 2 + i) & 1)) hide(r, 2 * n + i);
+            }
+            end_block(query < 0);
+        }
+    }
+};
+
+}  // namespace flash::cuda::sm80
