@@ -46,12 +46,16 @@ struct ScoreAddend {
     __device__ __forceinline__ void add_bias(Scores& s, Position query, Position key) const {
 #pragma unroll
         for (int r = 0; r < Scores::rows; ++r) {
+            // Opaque: addresses that are kept from tile to tile would be registers.
+            const auto* row = bias + min(int(opaque(query)) + Scores::row(r), last_query) * bias_stride;
+            const int first = int(opaque(key)) + Scores::column(0);
 #pragma unroll
             for (int column = 0; column < Scores::columns; ++column) {
-                const float x = bias_of(query + Scores::row(r), key + Scores::column(column));
+                const int j = first + column / 2 * 8 + column % 2;
+                const float x = Element::to_float(row[min(j, last_key)]) * float(GpuMath::unit);
                 s.at(r, column) = x == -INFINITY ? -INFINITY : s.at(r, column) + x;
+                if (column % 4 == 3) end_block(query < 0);
             }
-            end_block(query < 0);
         }
     }
 
@@ -60,7 +64,8 @@ struct ScoreAddend {
     __device__ __forceinline__ void each_hidden(Position query, Position key, const Hide& hide) const {
 #pragma unroll
         for (int r = 0; r < Scores::rows; ++r) {
-            const uint32_t* row = visible + min(query + Scores::row(r), last_query) * visible_stride;
+            const uint32_t* row =
+                visible + min(int(opaque(query)) + Scores::row(r), last_query) * visible_stride;
 #pragma unroll
             for (int n = 0; n < Scores::column_tiles; ++n) {
                 // 8 keys lie in one word.
