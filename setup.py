@@ -183,6 +183,9 @@ class BuildExtension(build_ext):
             text += "".join(f"extern const {kind}Kernel {symbol};\n" for symbol in symbols)
             addresses = "".join(f"&{symbol}, " for symbol in symbols)
             text += f"const {kind}Kernel* const {kind.lower()}_kernels[] = {{{addresses}nullptr}};\n\n"
+        packer = "pack_mask" if self.architectures else ""
+        text += "MaskPacker pack_mask;\n" if packer else ""
+        text += f"MaskPacker* const mask_packer = {{{packer or 'nullptr'}}};\n\n"
         listed = "".join(f"{{{a.capability}, {str(a.ptx).lower()}}}, " for a in self.architectures)
         text += f"const Architecture architectures[] = {{{listed}{{0, false}}}};\n"
         text += f'const char* const toolkit = "{self.toolkit.version if self.architectures else ""}";\n\n'

@@ -93,6 +93,15 @@ struct ForwardProblem {
     int64_t splits = 0;  // blocks of a GPU that share the keys of a query tile; 0: as many as fill it
 };
 
+// A bool mask to be packed into ForwardProblem::visible, and to be looked through for blocks that hold nothing.
+struct MaskPacking {
+    const bool* mask;     // [matrices, rows, columns]
+    int64_t matrices, rows, columns;
+    int64_t block;        // rows and columns of a block, a multiple of 32
+    uint32_t* bits;       // [matrices, rows, ceil(columns / 32)]
+    bool* blocks;         // [matrices, block rows, block columns]: some score exists; false on entry
+};
+
 struct BackwardProblem {
     ForwardProblem forward;  // out and lse hold what the forward wrote
     TensorView dout;         // [B, Sq, H, Dv]

@@ -38,6 +38,7 @@ struct Dropout {
     uint32_t batch_head;
     uint32_t threshold;
 
+    Dropout() = default;  // undefined
     FLASH_HOST_DEVICE Dropout(const ForwardProblem& problem, int64_t batch, int64_t head)
         : key0(uint32_t(problem.rng_state[0])),
           key1(uint32_t(uint64_t(problem.rng_state[0]) >> 32) ^

@@ -24,4 +24,23 @@ FLASH_HOST_DEVICE bool is_visible(const uint32_t* bits, Position key) {
     return bits[key / 32] >> key % 32 & 1;
 }
 
+// One word of a mask: 32 keys of one row of one matrix. Several may say so of one block; they say the same.
+FLASH_HOST_DEVICE void pack_word(const MaskPacking& packing, int64_t index) {
+    const int64_t words = (packing.columns + 31) / 32, row = index / words, first = index % words * 32;
+    const bool* from = packing.mask + row * packing.columns + first;
+    const int64_t count = packing.columns - first < 32 ? packing.columns - first : 32;
+    uint32_t packed = 0;
+    for (int64_t i = 0; i < count; ++i) packed |= uint32_t(from[i]) << i;
+    packing.bits[index] = packed;
+    if (!packed) return;
+    const int64_t block = packing.block, block_rows = (packing.rows + block - 1) / block,
+                  block_columns = (packing.columns + block - 1) / block;
+    const int64_t block_row = row / packing.rows * block_rows + row % packing.rows / block;
+    packing.blocks[block_row * block_columns + first / block] = true;
+}
+
+FLASH_HOST_DEVICE int64_t words_of(const MaskPacking& packing) {
+    return packing.matrices * packing.rows * ((packing.columns + 31) / 32);
+}
+
 }  // namespace flash

@@ -49,6 +49,8 @@ struct BackwardKernel {
     void (*launch)(const BackwardProblem& problem, const Launch& launch);
 };
 
+using MaskPacker = void(const MaskPacking& packing, const Launch& launch);
+
 struct Architecture {
     int capability;
     bool ptx;  // also as text that the driver compiles for later chips
@@ -57,6 +59,7 @@ struct Architecture {
 // The generated registry (setup.py): null-terminated, in the table's order, best first; empty without nvcc.
 extern const ForwardKernel* const forward_kernels[];
 extern const BackwardKernel* const backward_kernels[];
+extern MaskPacker* const mask_packer;  // nullptr without nvcc
 extern const Architecture architectures[];  // that every kernel was compiled for; the last has capability 0
 extern const char* const toolkit;           // version of the compiler, "13.0"
 

@@ -54,9 +54,19 @@ class QueryGradient:
 
 
 @dataclass(frozen=True)
+class BiasGradient:
+    """Fields and order of csrc/cuda/sm80/bias_gradient.cuh's configuration."""
+
+    head_dim: int  # at most: it is walked in chunks
+    query_tile: int
+    key_tile: int
+    warps: int
+
+
+@dataclass(frozen=True)
 class Row:
     engine: str
-    kernel: str  # "forward", "backward" or "query_gradient": the source is <engine>/<kernel>.cu
+    kernel: str  # "forward", "backward", "query_gradient" or "bias_gradient": the source is <engine>/<kernel>.cu
     dtypes: tuple
     configuration: object
     from_keys: int = 0  # if queries see fewer, the next row takes them
@@ -72,10 +82,14 @@ class Row:
     def macros(self, dtype):
         """What the source is compiled with. In a header: nvcc loses quotes and splits commas in a -D."""
         fields = ", ".join(f".{name} = {value}" for name, value in asdict(self.configuration).items())
-        walks = [row.symbol(dtype) for row in ROWS if row.kernel == "query_gradient" and dtype in row.dtypes
-                 and row.configuration.head_dim == self.configuration.head_dim]
+        def first(kernel, head_dim=None):
+            symbols = [row.symbol(dtype) for row in ROWS if row.kernel == kernel and dtype in row.dtypes
+                       and head_dim in (None, row.configuration.head_dim)]
+            return symbols[0] if symbols else f"no_{kernel}"
+
         return {
-            "FLASH_QUERY_GRADIENT": walks[0] if walks else "no_query_gradient",
+            "FLASH_QUERY_GRADIENT": first("query_gradient", self.configuration.head_dim),
+            "FLASH_BIAS_GRADIENT": first("bias_gradient"),
             "FLASH_DTYPE": dtype,
             "FLASH_KERNEL_SYMBOL": self.symbol(dtype),
             "FLASH_KERNEL_NAME": f'"{self.name(dtype)}"',
@@ -114,6 +128,8 @@ ROWS = [
     Row("sm80", "backward", SINGLE, Backward(64, 32, 64, 4, 2, 1, score_rows=2, gradient_rows=4, dq_rows=2)),
     Row("sm80", "backward", SINGLE, Backward(128, 32, 32, 4, 1, 1, score_rows=2, gradient_rows=2, dq_rows=2)),
     Row("sm80", "backward", SINGLE, Backward(256, 32, 32, 4, 1, 1, score_rows=2, gradient_rows=2, dq_rows=2)),
+    # A bias' gradient, for all head dims.
+    Row("sm80", "bias_gradient", HALVES + SINGLE, BiasGradient(256, 64, 64, warps=4)),
     # dQ of deterministic=True, for every head dim of the backward; 96 KiB at most.
     Row("sm80", "query_gradient", HALVES, QueryGradient(64, 128, 64, warps=4, stages=2, blocks=2)),
     Row("sm80", "query_gradient", HALVES, QueryGradient(96, 64, 64, warps=4, stages=2, blocks=2)),

@@ -1,5 +1,7 @@
 #include "plan.h"
 
+#include "../attention/score_matrix.h"
+
 #include <algorithm>
 #include <string_view>
 
@@ -51,8 +53,10 @@ int64_t keys_for(const BackwardKernel&, const ForwardProblem& problem) {
     return std::min(most_keys(problem), problem.seqlen_k - hidden);
 }
 
+// A bias or a mask of elements takes registers that large tiles don't have.
 template <class Kernel>
 bool enough_keys(const Kernel& kernel, const ForwardProblem& problem) {
+    if (has_score_matrices(problem)) return kernel.from_keys == 0;
     return kernel.from_keys <= keys_for(kernel, problem);
 }
 

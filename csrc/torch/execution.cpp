@@ -6,6 +6,7 @@
 
 #include <optional>
 
+#include "../attention/score_matrix.h"
 #include "../engine.h"
 #include "checks.h"
 
@@ -86,6 +87,17 @@ void execute(const ForwardProblem& problem, const Tensor& q) {
 void execute(const BackwardProblem& problem, const Tensor& q) {
     if (q.is_cpu()) return execute_on_cpu(problem, q);
     execute_on_gpu(problem, q);
+}
+
+void execute(const MaskPacking& packing, const Tensor& mask) {
+    if (mask.is_cpu()) {
+        for (int64_t index = 0; index < words_of(packing); ++index) pack_word(packing, index);
+        return;
+    }
+    const cuda::Device& device = device_of(mask);
+    const torch::stable::accelerator::DeviceGuard guard(device.index);
+    check(cuda::mask_packer, "this build has no GPU engine");
+    cuda::mask_packer(packing, {device, current_stream(device.index), nullptr});
 }
 
 }  // namespace flash

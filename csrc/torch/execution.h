@@ -11,5 +11,6 @@ namespace flash {
 // q: a tensor of the problem. Throws std::runtime_error if no engine takes it.
 void execute(const ForwardProblem& problem, const torch::stable::Tensor& q);
 void execute(const BackwardProblem& problem, const torch::stable::Tensor& q);
+void execute(const MaskPacking& packing, const torch::stable::Tensor& mask);
 
 }  // namespace flash

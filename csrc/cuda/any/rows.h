@@ -8,6 +8,8 @@ namespace flash::cuda {
 // problem.delta = rowsum(dO * O) - dlse (docs/algorithm.md), 0 for rows that saw no key.
 void compute_delta(const BackwardProblem& problem, const Launch& launch);
 
+void pack_mask(const MaskPacking& packing, const Launch& launch);
+
 // out and lse from what each of `splits` blocks made of its share of the keys.
 // partial_out: float [splits, B, H, Sq, stride], averages over the share; partial_lse: float [splits, B, H,
 // Sq].

@@ -8,6 +8,7 @@
 namespace flash::cuda {
 
 void FLASH_QUERY_GRADIENT(const BackwardProblem& problem, const Launch& launch);  // query_gradient.cu
+void FLASH_BIAS_GRADIENT(const BackwardProblem& problem, const Launch& launch);   // bias_gradient.cu
 
 namespace sm80 {
 namespace {
@@ -93,6 +94,7 @@ void launch_features(const BackwardProblem& problem, const Launch& launch) {
     }
     launch_kernel(FLASH_KERNEL_NAME, attention_backward<features>, keys.count(), kThreads, kSharedBytes,
                   launch, problem, keys, dq_sums);
+    if (problem.dbias.data) FLASH_BIAS_GRADIENT(problem, launch);
     if (forward.deterministic)
         FLASH_QUERY_GRADIENT(problem, launch);
     else
@@ -106,8 +108,10 @@ void launch(const BackwardProblem& problem, const Launch& launch) {
         launch_features<Features::none>(problem, launch);
     else if (features == Features::transformed)
         launch_features<Features::transformed>(problem, launch);
-    else
+    else if (features == Features::dropout)
         launch_features<Features::dropout>(problem, launch);
+    else
+        launch_features<Features::masked>(problem, launch);
 }
 
 }  // namespace

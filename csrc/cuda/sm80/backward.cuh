@@ -159,7 +159,7 @@ class BackwardTile {
             while (walk.more()) {
                 const int stage = tile % c.stages;
                 const bool hides =
-                    features != Features::none && (head.addend.bias || head.addend.visible);
+                    features == Features::masked && (head.addend.bias || head.addend.visible);
                 Part now{walk.first(), walk.seen(shared_.warps[warp()]),
                          walk.masked() || partial || hides, stage, false};
                 walk.advance(shared_.warps[warp()]);
@@ -283,10 +283,11 @@ class BackwardTile {
         RowConstants<Scores::rows> constants;
         constants.template load<Scores>(shared_.lse[part.stage] + row, shared_.delta[part.stage] + row);
         differentiate<features>(s, dp, constants, head.transform, head.dropout, head.addend,
-                                {part.first + row, shared_.tile.first + column, shared_.mask.diagonal()});
+                                {part.first + row, shared_.tile.first + column, shared_.mask.diagonal(),
+                                 problem_.forward.dropout_threshold != 0});
         if (part.bad_queries || bad_keys_) mark_bad(s, dp, part, row, column);
         if (part.masked) mask(s, dp, part, row, column);
-        if constexpr (features != Features::none)
+        if constexpr (features == Features::masked)
             if (head.addend.visible)
                 head.addend.template each_hidden<Scores>(
                     part.first + row, shared_.tile.first + column,

@@ -46,7 +46,7 @@ class QueryGradientTile {
         pipeline.begin(loaded_early_, 0, walk);
         for (uint32_t tile = 0; walk.more(); ++tile) {
             pipeline.wait(tile);
-            const bool hides = features != Features::none && shared_.plan.hides_anywhere();
+            const bool hides = features == Features::masked && shared_.plan.hides_anywhere();
             const Part part{walk.first(), walk.seen(shared_.plan.warp()), walk.masked() || hides};
             const uint32_t k = pipeline.k_address(tile);
             const bool bad = part.masked && clear_bad_rows<dtype, threads, KeyTile>(shared_.bad_keys, k);
@@ -117,9 +117,10 @@ class QueryGradientTile {
         constants.template load<Scores>(shared_.lse + warp_row(), shared_.delta + warp_row());
         const Position query = plan.tile.first + warp_row();
         differentiate<features>(s, ds, constants, plan.transform, plan.dropout, plan.addend,
-                                {query, part.first, plan.mask.diagonal()});
+                                {query, part.first, plan.mask.diagonal(),
+                                 problem_.forward.dropout_threshold != 0});
         if (part.masked) mask(ds, part, query, bad);
-        if constexpr (features != Features::none)
+        if constexpr (features == Features::masked)
             if (plan.addend.visible)
                 plan.addend.template each_hidden<Scores>(query, part.first,
                                                 [&](int r, int column) { ds.at(r, column) = 0; });
