@@ -73,15 +73,15 @@ def dropped_probabilities(q, k, v, dropout_p, options):
     return q.new_empty(0)
 
 
-def attention(
-    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
-    window_size, softcap, alibi_slopes, deterministic, return_attn_probs, mask=None, bits=None,
-    attn_bias=None,
+def attend(
+    q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=0, max_seqlen_k=0, dropout_p=0.0,
+    softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
+    deterministic=False, mask=None, bits=None, attn_bias=None,
 ):
-    """out, or (out, lse, S_dmask); see flash_attn_func. mask: a BlockSparseMask; bits: an AttentionMask's."""
+    """out, lse and the operators' options that made them; see attention."""
     check_tensors(
         q, k, v, alibi_slopes=alibi_slopes, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
-        attn_bias=attn_bias,
+        attn_bias=attn_bias, attn_mask=bits,
     )
     if alibi_slopes is not None and alibi_slopes.requires_grad and torch.is_grad_enabled():
         raise RuntimeError(
@@ -94,7 +94,19 @@ def attention(
         cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, mask=mask,
         rng_state=new_rng_state(dropout_p, q.device) if dropout_p > 0 else None, attn_bias=attn_bias, bits=bits,
     )
-    out, lse = operators.attend(q, k, v, *options)
+    return *operators.attend(q, k, v, *options), options
+
+
+def attention(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
+    window_size, softcap, alibi_slopes, deterministic, return_attn_probs, mask=None, bits=None,
+    attn_bias=None,
+):
+    """out, or (out, lse, S_dmask); see flash_attn_func. mask: a BlockSparseMask; bits: an AttentionMask's."""
+    out, lse, options = attend(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
+        window_size, softcap, alibi_slopes, deterministic, mask, bits, attn_bias,
+    )
     if not return_attn_probs:
         return out
     return out, lse, dropped_probabilities(q, k, v, dropout_p, options)

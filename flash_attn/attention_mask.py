@@ -12,8 +12,8 @@ BLOCK = 128  # elements; blocks that nobody sees are not visited
 
 @dataclass(frozen=True)
 class AttentionMask:
-    """A bool mask as the engines read it: a bit each, and the blocks that hold any. Made once, it serves every
-    layer and both passes; 1/8 byte an element."""
+    """A bool mask as the engines read it: a bit each, and the blocks that hold any. Made once with from_bool,
+    it serves every layer and both passes; 1/8 byte an element."""
 
     bits: torch.Tensor  # int32 [B or 1, H or 1, Sq or 1, ceil(Sk / 32)]
     blocks: BlockSparseMask
@@ -28,17 +28,48 @@ class AttentionMask:
                 of size 1 are shared and not copied, but the last.
 
         Raises:
+            TypeError: mask is not a tensor.
             ValueError: mask is not bool, or its shape does not fit.
         """
+        _check_is_tensor("attn_mask", mask, "a bool tensor or an AttentionMask")
         if mask.dtype != torch.bool:
             raise ValueError(
-                f"flash_attn: attn_mask is {mask.dtype}; it must be bool, True where a query sees a key (a float "
-                "mask is an attn_bias)"
+                f"flash_attn: attn_mask is {mask.dtype}; it must be bool, True where a query sees a key (a "
+                "float mask is an attn_bias)"
             )
         mask = four_dimensions("attn_mask", mask, seqlen_q, seqlen_k)
         bits, some = operators.pack_mask(mask, BLOCK)
         some = some.expand(-1, -1, -(-seqlen_q // BLOCK), -1)
         return cls(bits, BlockSparseMask.from_block_map(some, BLOCK), seqlen_q, seqlen_k)
+
+
+def mask_for(attn_mask, seqlen_q, seqlen_k):
+    """An AttentionMask of what flash_attn_func takes for attn_mask."""
+    if not isinstance(attn_mask, AttentionMask):
+        return AttentionMask.from_bool(attn_mask, seqlen_q, seqlen_k)
+    # The bits alone don't tell: they are as many for 97 keys as for 128, and a shared row fits any queries.
+    if (attn_mask.seqlen_q, attn_mask.seqlen_k) != (seqlen_q, seqlen_k):
+        raise ValueError(
+            f"flash_attn: attn_mask was made for {attn_mask.seqlen_q} queries and {attn_mask.seqlen_k} keys; "
+            f"there are {seqlen_q} and {seqlen_k}"
+        )
+    return attn_mask
+
+
+def bias_for(attn_bias, seqlen_q, seqlen_k, dtype):
+    """[B or 1, H or 1, Sq or 1, Sk] in dtype of what flash_attn_func takes for attn_bias."""
+    _check_is_tensor("attn_bias", attn_bias, "a floating tensor")
+    if not attn_bias.is_floating_point():
+        raise ValueError(
+            f"flash_attn: attn_bias is {attn_bias.dtype}; it must be floating, to be added to the scores (a "
+            "bool mask is an attn_mask)"
+        )
+    return four_dimensions("attn_bias", attn_bias, seqlen_q, seqlen_k).to(dtype)
+
+
+def _check_is_tensor(name, value, needed):
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"flash_attn: {name} is a {type(value).__name__}; it must be {needed}")
 
 
 def four_dimensions(name, tensor, seqlen_q, seqlen_k):

@@ -8,7 +8,7 @@ all of one dtype, on one device, with any strides (a last dimension that is not 
 
 from . import raw_module as flash_attn_gpu  # noqa: F401  (the private names: other projects' needs)
 from .attention import attention
-from .attention_mask import AttentionMask, four_dimensions
+from .attention_mask import bias_for, mask_for
 from .kv_cache import flash_attn_with_kvcache, paged_forward  # noqa: F401  (offered here, too)
 from .raw_interface import (  # noqa: F401
     USE_TRITON_ROCM,
@@ -101,11 +101,10 @@ def flash_attn_func(
     """
     blocks = bits = None
     if attn_mask is not None:
-        if not isinstance(attn_mask, AttentionMask):
-            attn_mask = AttentionMask.from_bool(attn_mask, q.shape[1], k.shape[1])
-        blocks, bits = attn_mask.blocks, attn_mask.bits
+        mask = mask_for(attn_mask, q.shape[1], k.shape[1])
+        blocks, bits = mask.blocks, mask.bits
     if attn_bias is not None:
-        attn_bias = four_dimensions("attn_bias", attn_bias, q.shape[1], k.shape[1]).to(q.dtype)
+        attn_bias = bias_for(attn_bias, q.shape[1], k.shape[1], q.dtype)
     return attention(
         q, k, v, None, None, 0, 0, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
         deterministic, return_attn_probs, blocks, bits, attn_bias,

@@ -38,8 +38,8 @@ probabilities = torch.ops.flash_attn.attention_probabilities.default
 pack_mask = torch.ops.flash_attn.pack_mask.default
 cached = torch.ops.flash_attn.attention_cached.default
 
-_BIAS = 18  # among the options
-_TENSOR_OPTIONS = (0, 1, 4, 5, 6, 7, 8, 9, _BIAS, 19)
+RNG_STATE, _BIAS = 5, 18  # among the options
+_TENSOR_OPTIONS = (0, 1, 4, RNG_STATE, 6, 7, 8, 9, _BIAS, 19)
 
 
 def accumulation_dtype(dtype):

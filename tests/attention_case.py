@@ -14,6 +14,7 @@ import acceptance
 import philox
 import reference
 
+GPUS_HAVE_ELEMENT_MASKS = False  # until the GPU engines read attn_mask and attn_bias
 FEATURE_NAMES = ("softmax_scale", "causal", "window_size", "softcap")
 
 
@@ -31,10 +32,23 @@ def gpu_dtypes():
     return {getattr(torch, kernel["dtype"]) for kernel in _C.kernels()}
 
 
+def skip_without_element_masks(device):
+    if device.startswith("cuda") and not GPUS_HAVE_ELEMENT_MASKS:
+        pytest.skip("no GPU engine reads attn_mask and attn_bias yet")
+
+
 def keep_mask(rng_state, dropout_p, batch, num_heads, seqlen_q, seqlen_k):
     seed, offset = rng_state.tolist()
     mask = philox.keep_mask(seed, offset, dropout_p, batch, num_heads, seqlen_q, seqlen_k)
     return torch.from_numpy(mask).to(rng_state.device)
+
+
+def largest_allocation(function):
+    """Bytes of the largest tensor that function makes on the CPU."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        function()
+    return max(e.nbytes() for e in profile.profiler.kineto_results.events() if e.name() == "[memory]")
 
 
 @dataclass(frozen=True)
@@ -126,11 +140,11 @@ class Case:
             return flash_attn.flash_attn_varlen_func(q, k, v, *lengths, **options)
         return flash_attn.flash_attn_func(q, k, v, **options)
 
-    def run(self, inputs=None, dlse=None):
-        """The library's forward and backward, as an acceptance.Result."""
+    def run(self, inputs=None, dlse=None, **options):
+        """The library's forward and backward, as an acceptance.Result; options: as call() takes them."""
         *qkv, dout = self.draw() if inputs is None else inputs
         leaves = [x.detach().requires_grad_() for x in qkv]
-        out, lse, _ = self.call(*leaves, return_attn_probs=True)
+        out, lse, _ = self.call(*leaves, return_attn_probs=True, **options)
         outputs, gradients = ((out,), (dout,)) if dlse is None else ((out, lse), (dout, dlse))
         dq, dk, dv = torch.autograd.grad(outputs, leaves, gradients)
         return acceptance.Result(out.detach(), lse.detach(), dq, dk, dv)
@@ -141,14 +155,15 @@ class Case:
         state = draw_rng_state(self.seed, self.device)
         return keep_mask(state, self.dropout_p, self.num_sequences, self.num_heads, *self.max_seqlens)
 
-    def attend(self, block_visible=None):
+    def attend(self, block_visible=None, attn_bias=None):
         """The reference as a function of q, k and v."""
         options = {**self.features(), "alibi_slopes": self.slopes(), "keep": self.keep(),
                    "keep_scale": philox.keep_scale(self.dropout_p)}
         if self.packed:
             return functools.partial(reference.packed_attention, cu_seqlens_q=self.cu_seqlens_q,
                                      cu_seqlens_k=self.cu_seqlens_k, **options)
-        return functools.partial(reference.attention, block_visible=block_visible, **options)
+        return functools.partial(reference.attention, block_visible=block_visible, attn_bias=attn_bias,
+                                 **options)
 
     def expected(self, inputs=None, dlse=None):
         q, k, v, dout = self.draw() if inputs is None else inputs

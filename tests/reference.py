@@ -85,10 +85,11 @@ class StoredSoftmax(torch.autograd.Function):
 
 
 def attention(q, k, v, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
-              block_visible=None, keep=None, keep_scale=1.0, stored_dtype=None):
+              block_visible=None, keep=None, keep_scale=1.0, stored_dtype=None, attn_bias=None):
     """Returns out and lse in the dtype of q.
 
     block_visible: bool [1|B, 1|H, Sq, Sk], intersected with the causal mask and the window.
+    attn_bias: broadcastable to [B, H, Sq, Sk], added to the scores in their dtype; -inf hides one.
     keep: bool [B, H, Sq, Sk], False where dropout removes a probability; the others are multiplied by
     keep_scale.
     stored_dtype: the backward is StoredSoftmax's, with out in this dtype, not the textbook's.
@@ -101,8 +102,12 @@ def attention(q, k, v, softmax_scale=None, causal=False, window_size=(-1, -1), s
     visible = visible_keys(q.shape[1], k.shape[1], causal, window_size, q.device)[None, None]
     if block_visible is not None:
         visible = visible & block_visible
+    if attn_bias is not None:
+        visible = visible & (attn_bias != -math.inf)
     row_is_empty = ~visible.any(dim=-1, keepdim=True)
     s = scores(q, k, softmax_scale, softcap, alibi_slopes)
+    if attn_bias is not None:
+        s = s + attn_bias.to(s.dtype)
     v = v.repeat_interleave(q.shape[2] // v.shape[2], dim=2)
     if stored_dtype is not None:
         return StoredSoftmax.apply(s, visible, v, keep, keep_scale, stored_dtype)

@@ -14,8 +14,10 @@ REQUIRED = inspect.Parameter.empty
 OFFSETS = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"), REQUIRED)
 QKV = {"q": REQUIRED, "k": REQUIRED, "v": REQUIRED}
 
+OURS = {"attn_mask": None, "attn_bias": None}  # not flash_attn's, and so by keyword only
+
 SIGNATURES = {
-    "flash_attn_func": {**QKV, **TAIL},
+    "flash_attn_func": {**QKV, **TAIL, **OURS},
     "flash_attn_kvpacked_func": {"q": REQUIRED, "kv": REQUIRED, **TAIL},
     "flash_attn_qkvpacked_func": {"qkv": REQUIRED, **TAIL},
     "flash_attn_varlen_func": {**QKV, **OFFSETS, **TAIL, "block_table": None},
@@ -32,7 +34,8 @@ def test_signatures():
         parameters = inspect.signature(getattr(flash_attn, name)).parameters.values()
         actual = {p.name: p.default for p in parameters}
         assert list(actual.items()) == list(expected.items()), name
-        assert all(p.kind == inspect.Parameter.POSITIONAL_OR_KEYWORD for p in parameters), name
+        for p in parameters:
+            assert p.kind == (p.KEYWORD_ONLY if p.name in OURS else p.POSITIONAL_OR_KEYWORD), name
 
 
 def test_documentation():
