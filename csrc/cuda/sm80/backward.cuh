@@ -285,7 +285,7 @@ class BackwardTile {
         differentiate<features>(s, dp, constants, head.transform, head.dropout, head.addend,
                                 {part.first + row, shared_.tile.first + column, shared_.mask.diagonal(),
                                  problem_.forward.dropout_threshold != 0});
-        if (part.bad_queries || bad_keys_) mark_bad(s, dp, part, row, column);
+        if (part.bad_queries || bad_keys_) mark_bad(s, dp, head, part, row, column);
         if (part.masked) mask(s, dp, part, row, column);
         if constexpr (features == Features::masked)
             if (head.addend.visible)
@@ -320,8 +320,8 @@ class BackwardTile {
     }
 
     // A visible score is NaN if its row of Q, dO or K was not finite.
-    __device__ __forceinline__ void mark_bad(Scores& p, Scores& ds, const Part& part, int row0,
-                                             int column0) const {
+    __device__ __forceinline__ void mark_bad(Scores& p, Scores& ds, const BackwardHead<dtype>& head,
+                                             const Part& part, int row0, int column0) const {
 #pragma unroll
         for (int r = 0; r < Scores::rows; ++r) {
             const int i = row0 + Scores::row(r);
@@ -331,7 +331,8 @@ class BackwardTile {
             for (int column = 0; column < Scores::columns; ++column) {
                 const int j = column0 + Scores::column(column);
                 const bool bad = bad_row || (bad_keys_ && shared_.bad_keys[j / 32] >> j % 32 & 1);
-                if (bad && keys.contains(shared_.tile.first + j))
+                if (!bad || !keys.contains(shared_.tile.first + j)) continue;
+                if (features != Features::masked || !head.addend.bias_hides(part.first + i, shared_.tile.first + j))
                     p.at(r, column) = ds.at(r, column) = __int_as_float(0x7fffffff);
             }
         }

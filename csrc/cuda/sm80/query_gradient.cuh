@@ -136,7 +136,9 @@ class QueryGradientTile {
                 const int j = Scores::column(column);
                 if (!keys.contains(part.first + j))
                     ds.at(r, column) = 0;
-                else if (bad && shared_.bad_keys[j / 32] >> j % 32 & 1)
+                else if (bad && shared_.bad_keys[j / 32] >> j % 32 & 1 &&
+                         !(features == Features::masked &&
+                           shared_.plan.addend.bias_hides(query + Scores::row(r), part.first + j)))
                     ds.at(r, column) = __int_as_float(0x7fffffff);
             }
         }

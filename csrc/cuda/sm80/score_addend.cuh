@@ -40,6 +40,11 @@ struct ScoreAddend {
         return Element::to_float(row[min(key, last_key)]) * float(GpuMath::unit);
     }
 
+    // By the bias alone. For where it is rarely asked.
+    __device__ __forceinline__ bool bias_hides(Position query, Position key) const {
+        return bias && bias_of(query, key) == -INFINITY;
+    }
+
     // Adds the bias to the fragment of scores whose corner is (query, key). A hidden score becomes -inf,
     // whatever it was.
     template <class Scores>

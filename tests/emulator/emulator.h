@@ -1,0 +1,190 @@
+// The part of CUDA that the kernels use, on the CPU: included in front of every file of csrc/ when build.py
+// compiles it with the host's compiler. A block's threads are fibers of one operating-system thread; blocks
+// run one after the other, in order. What CUDA leaves open is drawn at random (EMULATOR_SEED): which thread
+// goes on at a barrier, and when, between its start and the wait for it, an asynchronous copy is done.
+//
+// It finds wrong addresses, wrong fragments, missing waits, barriers that not all reach, and wrong results. It
+// knows nothing of time, memory order, bank conflicts, or bits that depend on how tensor cores truncate.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <tuple>
+
+namespace emulator {
+
+constexpr int kLanes = 32;
+
+struct Index {
+    uint32_t x;
+};
+
+// Of the thread that runs.
+uint32_t thread_index();
+uint32_t block_index();
+uint32_t block_threads();
+char* shared_memory();
+int64_t shared_bytes();
+
+// The thread goes on when ready(context) is true.
+void wait(bool (*ready)(const void*), const void* context);
+
+template <class Ready>
+void wait_until(const Ready& ready) {
+    wait([](const void* context) { return (*static_cast<const Ready*>(context))(); }, &ready);
+}
+
+// A barrier of the block with a name, at which so many threads meet; 0: all that still run. Returns whether
+// any of them said so.
+bool meet(int name, int threads, bool any = false);
+
+// All lanes of the warp meet; then complete(context of a lane, arguments of all, nullptr of lanes that ended).
+void meet_warp(void* arguments, void (*complete)(const void*, void* const*), const void* context);
+
+template <class Arguments, class Compute>
+void with_warp(Arguments& mine, const Compute& compute) {
+    meet_warp(
+        &mine,
+        [](const void* context, void* const* lanes) {
+            (*static_cast<const Compute*>(context))(reinterpret_cast<Arguments* const*>(lanes));
+        },
+        &compute);
+}
+
+// What the thread does behind its back, in order: now, when nothing else can go on, or at the latest when it
+// waits for all but the latest `pending` groups.
+void start(std::function<void()> work);
+void end_group();
+void wait_for_groups(int pending);
+void wait_for_all();
+
+void run_grid(const std::function<void()>& thread, int64_t blocks, int threads, int64_t shared_bytes);
+
+template <class... Parameters, class... Arguments>
+void launch(void (*kernel)(Parameters...), int64_t blocks, int threads, int64_t shared_bytes,
+            const Arguments&... arguments) {
+    const std::tuple<Parameters...> given(arguments...);
+    run_grid([&] { std::apply(kernel, given); }, blocks, threads, shared_bytes);
+}
+
+[[noreturn]] void fail(const char* why);
+
+// A shared address with so many bytes behind it, at a multiple of so many.
+template <class T>
+T* at_shared(uint32_t address, int64_t bytes = sizeof(T), int64_t alignment = sizeof(T)) {
+    if (address % alignment || address + bytes > shared_bytes()) fail("shared memory: address");
+    return reinterpret_cast<T*>(shared_memory() + address);
+}
+
+// An mbarrier's 64 bits.
+struct Mbarrier {
+    int16_t expected, pending;
+    uint32_t phase : 1;
+    int32_t bytes : 31;
+
+    void arrive(int count = 1) {
+        pending -= count;
+        settle();
+    }
+    void expect(int32_t more) { bytes += more; }
+    void receive(int32_t some) {
+        bytes -= some;
+        settle();
+    }
+
+  private:
+    void settle() {
+        if (pending < 0) fail("mbarrier: more arrivals than it was made for");
+        if (pending || bytes) return;
+        phase ^= 1;
+        pending = expected;
+    }
+};
+static_assert(sizeof(Mbarrier) == 8);
+
+}  // namespace emulator
+
+#define __device__
+#define __global__
+#define __host__
+#undef __forceinline__
+#define __forceinline__ inline
+#undef __noinline__
+#define __noinline__ __attribute__((noinline))
+#undef __launch_bounds__
+#define __launch_bounds__(...)
+#define __grid_constant__
+
+#define threadIdx (emulator::Index{emulator::thread_index()})
+#define blockIdx (emulator::Index{emulator::block_index()})
+#define blockDim (emulator::Index{emulator::block_threads()})
+
+template <class A, class B>
+constexpr auto min(A a, B b) -> std::common_type_t<A, B> {
+    return b < a ? b : a;
+}
+template <class A, class B>
+constexpr auto max(A a, B b) -> std::common_type_t<A, B> {
+    return a < b ? b : a;
+}
+
+template <class... Parameters>
+cudaError_t cudaFuncSetAttribute(void (*)(Parameters...), cudaFuncAttribute, int) {
+    return cudaSuccess;
+}
+
+inline uint32_t __float_as_uint(float x) { return reinterpret_cast<uint32_t&>(x); }
+inline float __uint_as_float(uint32_t x) { return reinterpret_cast<float&>(x); }
+inline float __int_as_float(int x) { return reinterpret_cast<float&>(x); }
+inline float __fmul_rn(float a, float b) {
+    volatile float product = a * b;  // never part of a fused multiply-add
+    return product;
+}
+inline float __fdividef(float a, float b) { return a / b; }
+inline void atomicOr(uint32_t* address, uint32_t x) { *address |= x; }
+template <class T>
+T __ldcg(const T* address) {
+    return *address;
+}
+template <class T>
+void __stcg(T* address, T x) {
+    *address = x;
+}
+inline void __nanosleep(unsigned) { emulator::fail("a block waits for one that has not run"); }
+inline void __threadfence_block() {}
+inline void __trap() { emulator::fail("trap"); }
+
+inline void __syncthreads() { emulator::meet(0, 0); }
+inline int __syncthreads_or(int any) { return emulator::meet(0, 0, any); }
+inline void __syncwarp() {
+    int nothing = 0;
+    emulator::with_warp(nothing, [](int* const*) {});
+}
+inline int __any_sync(unsigned, int mine) {
+    emulator::with_warp(mine, [](int* const* lanes) {
+        int any = 0;
+        for (int lane = 0; lane < emulator::kLanes; ++lane) any |= lanes[lane] && *lanes[lane];
+        for (int lane = 0; lane < emulator::kLanes; ++lane)
+            if (lanes[lane]) *lanes[lane] = any;
+    });
+    return mine;
+}
+template <class T>
+T __shfl_xor_sync(unsigned, T mine, int step) {
+    struct Exchange {
+        T mine, other;
+        int step;
+    } exchange{mine, mine, step};
+    emulator::with_warp(exchange, [](Exchange* const* lanes) {
+        for (int lane = 0; lane < emulator::kLanes; ++lane)
+            if (lanes[lane] && lanes[lane ^ lanes[lane]->step])
+                lanes[lane]->other = lanes[lane ^ lanes[lane]->step]->mine;
+    });
+    return exchange.other;
+}

@@ -1,0 +1,10 @@
+#pragma once
+
+namespace flash::cuda {
+
+inline float exp2_approximate(float x) {
+    const float y = std::exp2(x);
+    return y < 0x1p-126f ? 0 : y;
+}
+
+}  // namespace flash::cuda

@@ -1,0 +1,30 @@
+#pragma once
+
+namespace flash::cuda {
+
+inline emulator::Mbarrier* mbarrier_at(uint32_t address) {
+    return emulator::at_shared<emulator::Mbarrier>(address);
+}
+
+inline void mbarrier_init(uint32_t barrier, int arrivals) {
+    *mbarrier_at(barrier) = {int16_t(arrivals), int16_t(arrivals), 0, 0};
+}
+
+inline void mbarrier_arrive(uint32_t barrier) { mbarrier_at(barrier)->arrive(); }
+
+constexpr int kWarpArrivals = 1;
+
+inline void mbarrier_arrive_warp(uint32_t barrier) {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(barrier);
+}
+
+inline void mbarrier_arrive_behind_copies(uint32_t barrier) {
+    emulator::start([=] { mbarrier_arrive(barrier); });
+}
+
+inline void mbarrier_wait(uint32_t barrier, uint32_t parity) {
+    emulator::wait_until([=, barrier = mbarrier_at(barrier)] { return barrier->phase != parity; });
+}
+
+}  // namespace flash::cuda
