@@ -84,7 +84,8 @@ struct ForwardProblem {
     const int64_t* rng_state = nullptr;  // [2]: seed, offset; read by the engine, never by the host
     uint32_t dropout_threshold = 0;      // a score is dropped if its 16 random bits are below; 0: no dropout
     ScoreMatrix bias;                    // added to the scores, elements as q's; dense problems only
-    ScoreMatrix visible;                 // bit j % 32 of word j / 32: key j exists; strides count words
+    ScoreMatrix visible;                 // bit j % 32 of word j / 32: key j exists; strides count words; with
+                                         // lists of its blocks (attention/score_matrix.h)
     BlockLists key_blocks;               // per query block; counts == nullptr: no block mask
     BlockLists query_blocks;             // per key block, the transpose; the backward's
     // Bits that depend on nothing but the row: of out whatever else is in the batch, of dq over runs. out, dk
@@ -93,13 +94,13 @@ struct ForwardProblem {
     int64_t splits = 0;  // blocks of a GPU that share the keys of a query tile; 0: as many as fill it
 };
 
-// A bool mask to be packed into ForwardProblem::visible, and to be looked through for blocks that hold nothing.
+// A bool mask to be packed into ForwardProblem::visible, and its blocks to be classified.
 struct MaskPacking {
-    const bool* mask;     // [matrices, rows, columns]
+    const bool* mask;  // [matrices, rows, columns]
     int64_t matrices, rows, columns;
-    int64_t block;        // rows and columns of a block, a multiple of 32
-    uint32_t* bits;       // [matrices, rows, ceil(columns / 32)]
-    bool* blocks;         // [matrices, block rows, block columns]: some score exists; false on entry
+    uint32_t* bits;  // [matrices, rows, mask_words(columns)]
+    bool* some;      // [matrices, blocks of rows, blocks of columns]: a score exists; false on entry
+    bool* holes;     // the same: one is hidden
 };
 
 struct BackwardProblem {

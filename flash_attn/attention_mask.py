@@ -7,16 +7,15 @@ import torch
 from . import operators
 from .block_sparse import BlockSparseMask
 
-BLOCK = 128  # elements; blocks that nobody sees are not visited
-
 
 @dataclass(frozen=True)
 class AttentionMask:
-    """A bool mask as the engines read it: a bit each, and the blocks that hold any. Made once with from_bool,
-    it serves every layer and both passes; 1/8 byte an element."""
+    """A bool mask as the engines read it: a bit for each element, and lists of blocks of 128 x 128, so that
+    blocks without a visible element are skipped and blocks without a hidden one cost nothing. Made once with
+    from_bool, it serves every layer and both passes; 1/8 byte an element."""
 
-    bits: torch.Tensor  # int32 [B or 1, H or 1, Sq or 1, ceil(Sk / 32)]
-    blocks: BlockSparseMask
+    bits: torch.Tensor  # int32 [B or 1, H or 1, Sq or 1, ceil(Sk / 128) * 4]
+    blocks: BlockSparseMask  # whose lists say which blocks are partial
     seqlen_q: int
     seqlen_k: int
 
@@ -38,9 +37,10 @@ class AttentionMask:
                 "float mask is an attn_bias)"
             )
         mask = four_dimensions("attn_mask", mask, seqlen_q, seqlen_k)
-        bits, some = operators.pack_mask(mask, BLOCK)
-        some = some.expand(-1, -1, -(-seqlen_q // BLOCK), -1)
-        return cls(bits, BlockSparseMask.from_block_map(some, BLOCK), seqlen_q, seqlen_k)
+        bits, *maps = operators.pack_mask(mask)
+        some, holes = (blocks.expand(-1, -1, -(-seqlen_q // operators.MASK_BLOCK), -1) for blocks in maps)
+        blocks = BlockSparseMask.from_block_map(some, operators.MASK_BLOCK, partial=holes)
+        return cls(bits, blocks, seqlen_q, seqlen_k)
 
 
 def mask_for(attn_mask, seqlen_q, seqlen_k):

@@ -19,6 +19,7 @@ class BlockSparseMask:
             last blocks may reach past the end.
         key_block_counts: int32 [1 or B, 1 or H, Mq], how many blocks of keys each block of queries visits.
         key_block_indices: int32 [1 or B, 1 or H, Mq, Nk], which ones, ascending; undefined past the count.
+            2^30 is added to a partial block, of which an AttentionMask's bits hide some elements.
         query_block_counts, query_block_indices: the transpose, for the backward.
     """
 
@@ -29,7 +30,7 @@ class BlockSparseMask:
     query_block_indices: torch.Tensor
 
     @classmethod
-    def from_block_map(cls, block_map, block_size):
+    def from_block_map(cls, block_map, block_size, partial=None):
         """Mask from a map of blocks.
 
         Args:
@@ -37,6 +38,7 @@ class BlockSparseMask:
                 block_size[1]); True where queries of the block attend to keys of the block. On the device of
                 the attention's tensors.
             block_size: positive int, or (queries, keys).
+            partial: bool like block_map; for AttentionMask.
 
         Raises:
             ValueError: block_map is not a 4-dimensional bool tensor, or a block size is not positive.
@@ -52,14 +54,18 @@ class BlockSparseMask:
             raise ValueError(
                 f"flash_attn: block_map is {got}; it must be a bool tensor [1 or B, 1 or H, Mq, Nk]"
             )
-        return cls(tuple(sizes), *_compressed(block_map), *_compressed(block_map.transpose(-1, -2)))
+        transposed = None if partial is None else partial.transpose(-1, -2)
+        return cls(
+            tuple(sizes), *_compressed(block_map, partial),
+            *_compressed(block_map.transpose(-1, -2), transposed),
+        )
 
     @property
     def block_map(self):
         """bool [1 or B, 1 or H, Mq, Nk]: the map that the mask was made from."""
         listed = torch.arange(self.key_block_indices.shape[-1], device=self.key_block_counts.device)
         listed = listed < self.key_block_counts.unsqueeze(-1)
-        return torch.zeros_like(listed).scatter_(-1, self.key_block_indices.long(), listed)
+        return torch.zeros_like(listed).scatter_(-1, self.key_block_indices.long() & ~_PARTIAL, listed)
 
     @property
     def density(self):
@@ -77,10 +83,15 @@ class BlockSparseMask:
         )
 
 
-def _compressed(block_map):
+_PARTIAL = 1 << 30  # kPartialBlock in csrc/attention/block_mask.h
+
+
+def _compressed(block_map, partial):
     counts = block_map.sum(-1, dtype=torch.int32)
     # A stable sort puts the present blocks first, still ascending, without reading the map on the host.
     indices = torch.sort((~block_map).to(torch.uint8), dim=-1, stable=True).indices
+    if partial is not None:
+        indices = indices + partial.gather(-1, indices) * _PARTIAL
     return counts, indices.to(torch.int32)
 
 

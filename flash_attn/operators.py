@@ -7,7 +7,7 @@ options::
     attention_backward(dout, dlse or None, q, k, v, out, lse, *options) -> (dq, dk, dv)
     attention_backward_with_bias(...) -> (dq, dk, dv, dbias), dbias of the accumulation dtype
     attention_probabilities(q, k, v, *options) -> S_dmask
-    pack_mask(mask, block) -> (attn_mask, blocks)
+    pack_mask(mask) -> (attn_mask, some, holes): bits, and what blocks of MASK_BLOCK^2 hold
     attention_cached(q, k, v, cu_seqlens_q, max_seqlen_q, cache_seqlens, cache_leftpad, cache_batch_idx,
                      block_table, alibi_slopes, softmax_scale, window_size_left, window_size_right, softcap,
                      num_splits) -> (out, lse)
@@ -38,6 +38,7 @@ probabilities = torch.ops.flash_attn.attention_probabilities.default
 pack_mask = torch.ops.flash_attn.pack_mask.default
 cached = torch.ops.flash_attn.attention_cached.default
 
+MASK_BLOCK = 128  # queries and keys
 RNG_STATE, _BIAS = 5, 18  # among the options
 _TENSOR_OPTIONS = (0, 1, 4, RNG_STATE, 6, 7, 8, 9, _BIAS, 19)
 
@@ -69,10 +70,11 @@ def _(dout, dlse, q, k, v, out, lse, *options):
 
 
 @torch.library.register_fake("flash_attn::pack_mask")
-def _(mask, block):
-    rows, columns = mask.shape[2:]
-    bits = mask.new_empty((*mask.shape[:3], (columns + 31) // 32), dtype=torch.int32)
-    return bits, mask.new_empty((*mask.shape[:2], -(-rows // block), -(-columns // block)))
+def _(mask):
+    block_rows, block_columns = ((size + MASK_BLOCK - 1) // MASK_BLOCK for size in mask.shape[2:])
+    bits = mask.new_empty((*mask.shape[:3], block_columns * (MASK_BLOCK // 32)), dtype=torch.int32)
+    some, holes = (mask.new_empty((*mask.shape[:2], block_rows, block_columns)) for _ in range(2))
+    return bits, some, holes
 
 
 @torch.library.register_fake("flash_attn::attention_probabilities")

@@ -279,7 +279,7 @@ def test_mask_made_once(device):
         mask = draw_mask(shape, case)
         made = AttentionMask.from_bool(mask, 130, 200)
         assert made.bits.dtype == torch.int32
-        assert made.bits.numel() == math.prod(sizes(shape[:-1].rjust(3, "1"), case)) * 7  # 200 keys: 7 words
+        assert made.bits.numel() == math.prod(sizes(shape[:-1].rjust(3, "1"), case)) * 8  # two blocks of 128
         for change in ({}, {"head_dim": 40}, {"num_heads_k": 4, "dtype": torch.bfloat16}, {"causal": True}):
             layer = replace(case, **change)
             same(layer.run(attn_mask=made), layer.run(attn_mask=mask))

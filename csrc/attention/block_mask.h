@@ -10,11 +10,17 @@
 
 namespace flash {
 
+// Set in a listed block's index: bits of an element mask hide some of its scores (ForwardProblem::visible).
+constexpr int32_t kPartialBlock = 1 << 30;
+
 // The blocks that one block row visits, ascending.
 struct BlockList {
     const int32_t* indices;
     Position count;
     Position block;  // positions per block
+
+    FLASH_HOST_DEVICE Position first() const { return indices[0] & ~kPartialBlock; }
+    FLASH_HOST_DEVICE bool first_is_partial() const { return indices[0] & kPartialBlock; }
 };
 
 FLASH_HOST_DEVICE BlockList block_list_of(const BlockLists& lists, int64_t batch, int64_t head, int64_t row) {

@@ -8,6 +8,18 @@
 
 namespace flash {
 
+// Queries and keys of a block of an element mask. Rows of bits are padded to whole blocks, with zeros, so that
+// they can be read in vectors.
+constexpr int64_t kMaskBlock = 128;
+
+FLASH_HOST_DEVICE int64_t mask_blocks(int64_t length) {
+    return (length + kMaskBlock - 1) / kMaskBlock;
+}
+
+FLASH_HOST_DEVICE int64_t mask_words(int64_t columns) {
+    return mask_blocks(columns) * (kMaskBlock / 32);
+}
+
 // One query's numbers, from key 0 on.
 template <class Number>
 FLASH_HOST_DEVICE Number* row_of(const ScoreMatrix& matrix, int64_t batch, int64_t head, int64_t query) {
@@ -26,21 +38,22 @@ FLASH_HOST_DEVICE bool is_visible(const uint32_t* bits, Position key) {
 
 // One word of a mask: 32 keys of one row of one matrix. Several may say so of one block; they say the same.
 FLASH_HOST_DEVICE void pack_word(const MaskPacking& packing, int64_t index) {
-    const int64_t words = (packing.columns + 31) / 32, row = index / words, first = index % words * 32;
+    const int64_t words = mask_words(packing.columns), row = index / words, first = index % words * 32;
     const bool* from = packing.mask + row * packing.columns + first;
-    const int64_t count = packing.columns - first < 32 ? packing.columns - first : 32;
+    const int64_t left = packing.columns - first, count = left < 0 ? 0 : left < 32 ? left : 32;
     uint32_t packed = 0;
     for (int64_t i = 0; i < count; ++i) packed |= uint32_t(from[i]) << i;
     packing.bits[index] = packed;
-    if (!packed) return;
-    const int64_t block = packing.block, block_rows = (packing.rows + block - 1) / block,
-                  block_columns = (packing.columns + block - 1) / block;
-    const int64_t block_row = row / packing.rows * block_rows + row % packing.rows / block;
-    packing.blocks[block_row * block_columns + first / block] = true;
+    const int64_t block_row =
+        row / packing.rows * mask_blocks(packing.rows) + row % packing.rows / kMaskBlock;
+    const int64_t block = block_row * mask_blocks(packing.columns) + first / kMaskBlock;
+    const uint32_t all = count == 32 ? ~0u : (1u << count) - 1;
+    if (packed) packing.some[block] = true;
+    if (packed != all) packing.holes[block] = true;
 }
 
 FLASH_HOST_DEVICE int64_t words_of(const MaskPacking& packing) {
-    return packing.matrices * packing.rows * ((packing.columns + 31) / 32);
+    return packing.matrices * packing.rows * mask_words(packing.columns);
 }
 
 }  // namespace flash

@@ -21,6 +21,7 @@ namespace flash {
 struct Run {
     Position begin, end;  // positions; begin is a multiple of the granularity, or the begin of a listed block
     bool masked;          // some row of the tile does not see some position of the run
+    bool partial = false;  // bits of an element mask say which; then masked is true, too
 };
 
 class TileSchedule {
@@ -34,6 +35,7 @@ class TileSchedule {
                  first_row.end / granularity * granularity},
           position_(visited_.begin),
           span_end_(visited_.end),
+          partial_(false),
           blocks_{nullptr, 0, 0} {}
 
     // With a block list the granularity must divide the block.
@@ -49,26 +51,28 @@ class TileSchedule {
         while (position_ >= span_end_)
             if (!next_span()) return false;
         if (plain_.empty() || position_ >= plain_.end) {
-            run = {position_, span_end_, true};
+            run = {position_, span_end_, true, partial_};
         } else if (position_ < plain_.begin) {
-            run = {position_, span_end_ < plain_.begin ? span_end_ : plain_.begin, true};
+            run = {position_, span_end_ < plain_.begin ? span_end_ : plain_.begin, true, partial_};
         } else {
-            run = {position_, span_end_ < plain_.end ? span_end_ : plain_.end, false};
+            run = {position_, span_end_ < plain_.end ? span_end_ : plain_.end, partial_, partial_};
         }
         position_ = run.end;
         return true;
     }
 
   private:
-    // Neighbouring blocks make one span, so that the engine's tiles need not end at each of them.
+    // Neighbouring blocks of a kind make one span, so that the engine's tiles need not end at each of them.
     FLASH_HOST_DEVICE bool next_span() {
         if (blocks_.count == 0) return false;
-        const Position first = blocks_.indices[0];
+        const Position first = blocks_.first();
         Position last = first;
+        partial_ = blocks_.first_is_partial();
         do {
             ++blocks_.indices;
             --blocks_.count;
-        } while (blocks_.count > 0 && blocks_.indices[0] == last + 1 && ++last);
+        } while (blocks_.count > 0 && blocks_.first() == last + 1 &&
+                 blocks_.first_is_partial() == partial_ && ++last);
         const Interval span = intersection({first * blocks_.block, (last + 1) * blocks_.block}, visited_);
         position_ = span.begin;
         span_end_ = span.end;
@@ -77,6 +81,7 @@ class TileSchedule {
 
     Interval visited_, plain_;
     Position position_, span_end_;
+    bool partial_;  // the span
     BlockList blocks_;
 };
 

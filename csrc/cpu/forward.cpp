@@ -36,13 +36,12 @@ class ForwardTask {
         : problem_(problem),
           depth_(operand_depth<Operand>(problem.head_dim)),
           value_rows_(round_up<int64_t>(problem.head_dim_v, kLanes<Real>)),
-          has_addends_(has_score_matrices(problem)),
           values_(problem.head_dim_v, carver) {
         rows_ = carver.take<Operand>(kPanel * depth_);
         keys_ = carver.take<Operand>((kKeyTile + kMicroRows) * depth_);
         scores_ = carver.take<Real>((kKeyTile + kMicroRows) * kPanel);
         keep_ = carver.take<Real>(problem.dropout_threshold ? kKeyTile * kPanel : 0);
-        addends_ = carver.take<Real>(has_addends_ ? kKeyTile * kPanel : 0);
+        addends_ = carver.take<Real>(has_score_matrices(problem) ? kKeyTile * kPanel : 0);
         out_rows_ = carver.take<Real>(kPanel * value_rows_);
         for (int64_t panel = 0; panel < kPanels; ++panel) {
             queries_[panel] = carver.take<Operand>(depth_ * kPanel);
@@ -62,6 +61,7 @@ class ForwardTask {
         KeyTiles tiles(mask.keys_of(queries.begin), mask.keys_of(queries.end - 1), problem_.key_blocks, batch,
                        head, queries.begin);
         for (typename KeyTiles::Tile tile; tiles.next(tile);) {
+            has_addends_ = problem_.bias.data || tile.partial;
             load_keys(tile.positions, tile.masked || has_addends_);
             for (int64_t panel = 0; panel < panels; ++panel) attend(panel, tile.positions, transform);
         }
@@ -193,7 +193,7 @@ class ForwardTask {
     const ForwardProblem& problem_;
     const int64_t depth_;          // operands along D
     const int64_t value_rows_;     // Dv in whole vectors
-    const bool has_addends_;
+    bool has_addends_ = false;  // the tile, or hidden scores
     StackedTile<Operand> values_;  // [kKeyTile][Dv]
     int64_t batch_, head_;
     Sequence sequence_;

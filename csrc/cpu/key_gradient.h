@@ -30,8 +30,7 @@ class KeyGradientTask {
           columns_(round_up<int64_t>(problem_.head_dim, kMicroColumns<Real>)),
           value_columns_(round_up<int64_t>(problem_.head_dim_v, kMicroColumns<Real>)),
           ld_(kStep == 1 ? columns_ : depth_),
-          value_ld_(kStep == 1 ? value_columns_ : value_depth_),
-          has_addends_(has_score_matrices(problem_)) {
+          value_ld_(kStep == 1 ? value_columns_ : value_depth_) {
         rows_ = carver.take<Operand>(kPanel * (depth_ > value_depth_ ? depth_ : value_depth_));
         queries_ = carver.take<Operand>((kQueryTile + kMicroRows) * ld_);
         dout_ = carver.take<Operand>((kQueryTile + kMicroRows) * value_ld_);
@@ -40,7 +39,7 @@ class KeyGradientTask {
         dots_ = carver.take<Real>((kQueryTile + kMicroRows) * kPanel);
         gradients_ = carver.take<Real>((kQueryTile + kMicroRows) * kPanel);
         keep_ = carver.take<Real>(problem_.dropout_threshold ? kQueryTile * kPanel : 0);
-        addends_ = carver.take<Real>(has_addends_ ? kQueryTile * kPanel : 0);
+        addends_ = carver.take<Real>(has_score_matrices(problem_) ? kQueryTile * kPanel : 0);
         statistics_ = {carver.take<Real>(kQueryTile), carver.take<Real>(kQueryTile)};
         for (int64_t panel = 0; panel < kPanels; ++panel) {
             keys_[panel] = carver.take<Operand>(depth_ * kPanel);
@@ -64,6 +63,7 @@ class KeyGradientTask {
             QueryTiles tiles(mask.queries_of(keys.begin), mask.queries_of(keys.end - 1),
                              problem_.query_blocks, batch, head, keys.begin);
             for (typename QueryTiles::Tile tile; tiles.next(tile);) {
+                has_addends_ = problem_.bias.data || tile.partial;
                 load_queries(head, tile.positions, tile.masked || has_addends_);
                 for (int64_t panel = 0; panel < panels; ++panel)
                     accumulate(panel, head, tile.positions, transform);
@@ -156,7 +156,7 @@ class KeyGradientTask {
     const int64_t depth_, value_depth_;      // operands along D and Dv
     const int64_t columns_, value_columns_;  // D and Dv in whole strips of columns
     const int64_t ld_, value_ld_;  // of the plain tiles; without Pairs they are the stacked ones too
-    const bool has_addends_;
+    bool has_addends_ = false;  // the tile, or hidden scores
     int64_t batch_, key_head_;
     Sequence sequence_;
     bool finite_;

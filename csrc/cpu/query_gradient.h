@@ -30,7 +30,6 @@ class QueryGradientTask {
           depth_(operand_depth<Operand>(problem_.head_dim)),
           value_depth_(operand_depth<Operand>(problem_.head_dim_v)),
           rows_of_dq_(round_up<int64_t>(problem_.head_dim, kLanes<Real>)),
-          has_addends_(has_score_matrices(problem_)),
           keys_(carver.take<Operand>((kKeyTile + kMicroRows) * depth_)),
           stacked_keys_(problem_.head_dim, carver, keys_) {
         rows_ = carver.take<Operand>(kPanel * (depth_ > value_depth_ ? depth_ : value_depth_));
@@ -38,7 +37,7 @@ class QueryGradientTask {
         dots_ = carver.take<Real>((kKeyTile + kMicroRows) * kPanel);
         gradients_ = carver.take<Real>((kKeyTile + kMicroRows) * kPanel);
         keep_ = carver.take<Real>(problem_.dropout_threshold ? kKeyTile * kPanel : 0);
-        addends_ = carver.take<Real>(has_addends_ ? kKeyTile * kPanel : 0);
+        addends_ = carver.take<Real>(has_score_matrices(problem_) ? kKeyTile * kPanel : 0);
         bias_gradient_ = carver.take<Real>(problem.dbias.data ? kKeyTile * kPanel : 0);
         dq_rows_ = carver.take<Real>(kPanel * rows_of_dq_);
         for (int64_t panel = 0; panel < kPanels; ++panel) {
@@ -61,6 +60,7 @@ class QueryGradientTask {
         KeyTiles tiles(mask.keys_of(queries.begin), mask.keys_of(queries.end - 1), problem_.key_blocks, batch,
                        head, queries.begin);
         for (typename KeyTiles::Tile tile; tiles.next(tile);) {
+            has_addends_ = problem_.bias.data || tile.partial;
             load_keys(tile.positions, tile.masked || has_addends_);
             for (int64_t panel = 0; panel < panels; ++panel) accumulate(panel, tile.positions, transform);
         }
@@ -138,7 +138,7 @@ class QueryGradientTask {
     const BackwardProblem& backward_;
     const int64_t depth_, value_depth_;  // operands along D and Dv
     const int64_t rows_of_dq_;           // D in whole vectors; without Pairs it equals depth
-    const bool has_addends_;
+    bool has_addends_ = false;  // the tile, or hidden scores
     Operand* const keys_;                // [kKeyTile][depth]
     StackedTile<Operand> stacked_keys_;  // the same rows
     int64_t batch_, head_;

@@ -18,7 +18,7 @@ class ScheduledTiles {
   public:
     struct Tile {
         Interval positions;
-        bool masked;
+        bool masked, partial;
     };
 
     ScheduledTiles(Interval first_row, Interval last_row, const BlockLists& lists, int64_t batch,
@@ -33,10 +33,11 @@ class ScheduledTiles {
         while (more_ && run_.begin >= run_.end) more_ = schedule_.next(run_);
         if (!more_) return false;
         const int64_t boundary = (run_.begin / kTile + 1) * kTile;
-        tile = {{run_.begin, run_.begin}, false};
+        tile = {{run_.begin, run_.begin}, false, false};
         while (more_ && run_.begin == tile.positions.end && tile.positions.end < boundary) {
             tile.positions.end = run_.end < boundary ? run_.end : boundary;
             tile.masked |= run_.masked && run_.begin < run_.end;
+            tile.partial |= run_.partial && run_.begin < run_.end;
             run_.begin = tile.positions.end;
             if (run_.begin >= run_.end) more_ = schedule_.next(run_);
         }
@@ -141,8 +142,8 @@ FLASH_INLINE void for_each_query_tile(const ForwardProblem& problem, const Threa
     });
 }
 
-// for_each_query_tile for a walk that adds to `shared`: a task gets all tiles that have the same rows of it, in a
-// fixed order.
+// for_each_query_tile for a walk that adds to `shared`: a task gets all tiles that have the same rows of it,
+// in a fixed order.
 template <class Run>
 FLASH_INLINE void for_each_query_tile_of(const ScoreMatrix& shared, const ForwardProblem& problem,
                                          const Threads& threads, const Run& run) {

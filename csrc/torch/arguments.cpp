@@ -4,6 +4,8 @@
 #include <cmath>
 #include <limits>
 
+#include "../attention/block_mask.h"
+#include "../attention/score_matrix.h"
 #include "checks.h"
 
 namespace flash {
@@ -59,7 +61,9 @@ Arguments::Arguments(const Tensor& q, const Tensor& k, const Tensor& v, const Op
     set_dropout(options);
     problem.bias = score_matrix("attn_bias", options.attn_bias, q_.scalar_type(), problem.seqlen_k);
     problem.visible =
-        score_matrix("attn_mask's bits", options.attn_mask, ScalarType::Int, (problem.seqlen_k + 31) / 32);
+        score_matrix("attn_mask's bits", options.attn_mask, ScalarType::Int, mask_words(problem.seqlen_k));
+    check(!options.attn_mask || (options.key_block_counts && options.query_block_counts),
+          "attn_mask's bits need the lists of its blocks");
     problem.key_blocks =
         block_lists("query", options.key_block_counts, options.key_block_indices, options.block_size_q,
                     options.block_size_k, problem.seqlen_q, problem.seqlen_k);
@@ -297,8 +301,9 @@ void Arguments::check_block_indices(const char* axis, const BlockLists& lists, i
         check(lists.counts[row] >= 0 && lists.counts[row] <= lists.capacity, "the mask lists ",
               lists.counts[row], " blocks in ", axis, " block row ", row, " of ", lists.capacity);
         for (int64_t i = 0; i < lists.counts[row]; ++i) {
-            const int64_t index = lists.indices[row * lists.capacity + i];
-            check(index < lists.capacity && index > (i ? lists.indices[row * lists.capacity + i - 1] : -1),
+            const int32_t* const listed = lists.indices + row * lists.capacity + i;
+            const int64_t index = *listed & ~kPartialBlock, before = i ? listed[-1] & ~kPartialBlock : -1;
+            check(index < lists.capacity && index > before,
                   "the mask's ", axis, " block row ", row, " lists block ", index,
                   "; blocks must ascend below ", lists.capacity);
         }

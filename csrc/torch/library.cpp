@@ -25,7 +25,7 @@ STABLE_TORCH_LIBRARY(flash_attn, library) {
     library.def(
         "attention_backward_with_bias(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, "
         "Tensor lse, " FLASH_OPTIONS ") -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias)");
-    library.def("pack_mask(Tensor mask, int block) -> (Tensor bits, Tensor blocks)");
+    library.def("pack_mask(Tensor mask) -> (Tensor bits, Tensor some, Tensor holes)");
     // k and v are a cache [entries, capacity, Hk, D], or pages [entries, page_size, Hk, D] that block_table
     // int32 [B, pages of a sequence] puts together; the other cache_* int32 [B]. No gradients.
     library.def(

@@ -40,9 +40,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward_with_bias(
     Tensor dout, OptionalTensor dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse,
     FLASH_OPTION_PARAMETERS);
 
-// mask: bool [B or 1, H or 1, Sq or 1, Sk], True where a score exists. bits: int32 [..., ceil(Sk / 32)], key j is
-// bit j % 32 of word j / 32. blocks: bool [..., ceil(Sq / block), ceil(Sk / block)], whether any score exists.
-std::tuple<Tensor, Tensor> pack_mask(Tensor mask, int64_t block);
+// mask: bool [B or 1, H or 1, Sq or 1, Sk], True where a score exists. bits: int32 [..., ceil(Sk / 128) * 4],
+// key j is bit j % 32 of word j / 32. some, holes: bool [..., ceil(Sq / 128), ceil(Sk / 128)], whether any
+// score of a block exists, and whether one is hidden.
+std::tuple<Tensor, Tensor, Tensor> pack_mask(Tensor mask);
 
 // exp(score - the row's maximum score) as [B, H, Sq, Sk] with both lengths rounded up to 128 (packed: of the
 // longest sequences); negative where dropout drops it, 0 where nothing is visible. Always made on the CPU.

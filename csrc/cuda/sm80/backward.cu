@@ -108,10 +108,8 @@ void launch(const BackwardProblem& problem, const Launch& launch) {
         launch_features<Features::none>(problem, launch);
     else if (features == Features::transformed)
         launch_features<Features::transformed>(problem, launch);
-    else if (features == Features::dropout)
-        launch_features<Features::dropout>(problem, launch);
     else
-        launch_features<Features::masked>(problem, launch);
+        launch_features<Features::all>(problem, launch);
 }
 
 }  // namespace

@@ -158,10 +158,13 @@ class BackwardTile {
             load_queries(head, walk, tile);
             while (walk.more()) {
                 const int stage = tile % c.stages;
-                const bool hides =
-                    features == Features::masked && (head.addend.bias || head.addend.visible);
-                Part now{walk.first(), walk.seen(shared_.warps[warp()]),
-                         walk.masked() || partial || hides, stage, false};
+                const bool has_bias = features == Features::all && head.addend.bias;
+                Part now{walk.first(),
+                         walk.seen(shared_.warps[warp()]),
+                         walk.masked() || partial || has_bias,
+                         walk.masked() && shared_.warps[warp()].run.partial,
+                         stage,
+                         false};
                 walk.advance(shared_.warps[warp()]);
                 wait_full(tile);
                 if (!drifts && c.stages > 1) load_queries(head, walk, tile + 1);
@@ -201,7 +204,7 @@ class BackwardTile {
     struct Part {
         Position first;
         Interval seen;
-        bool masked;
+        bool masked, partial;  // partial: asks the bits
         int stage;
         bool bad_queries;
     };
@@ -287,11 +290,10 @@ class BackwardTile {
                                  problem_.forward.dropout_threshold != 0});
         if (part.bad_queries || bad_keys_) mark_bad(s, dp, head, part, row, column);
         if (part.masked) mask(s, dp, part, row, column);
-        if constexpr (features == Features::masked)
-            if (head.addend.visible)
-                head.addend.template each_hidden<Scores>(
-                    part.first + row, shared_.tile.first + column,
-                    [&](int r, int column) { s.at(r, column) = dp.at(r, column) = 0; });
+        if (part.partial && head.addend.visible)
+            head.addend.template each_hidden<Scores>(
+                part.first + row, shared_.tile.first + column,
+                [&](int r, int column) { s.at(r, column) = dp.at(r, column) = 0; });
         if constexpr (drifts) wait(shared_.left, tile % 2 ^ 1);
         store_fragment<dtype, ScoreTile>(address(shared_.p), s, row, column);
         store_fragment<dtype, ScoreTile>(address(shared_.ds), dp, row, column);
@@ -332,7 +334,8 @@ class BackwardTile {
                 const int j = column0 + Scores::column(column);
                 const bool bad = bad_row || (bad_keys_ && shared_.bad_keys[j / 32] >> j % 32 & 1);
                 if (!bad || !keys.contains(shared_.tile.first + j)) continue;
-                if (features != Features::masked || !head.addend.bias_hides(part.first + i, shared_.tile.first + j))
+                if (features != Features::all ||
+                    !head.addend.bias_hides(part.first + i, shared_.tile.first + j))
                     p.at(r, column) = ds.at(r, column) = __int_as_float(0x7fffffff);
             }
         }

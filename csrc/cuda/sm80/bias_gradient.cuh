@@ -105,7 +105,7 @@ class BiasGradientTile {
         Dropout dropout;
         if (problem.dropout_threshold) dropout = Dropout(problem, batch, head);
         const ScoreAddend<dtype> addend(problem, batch, head);
-        differentiate<Features::masked, Of::scores>(
+        differentiate<Features::all, Of::scores>(
             s, dp, constants, transform, dropout, addend,
             {query + row(), key_ + column(), mask.diagonal(), problem.dropout_threshold != 0});
         if (addend.visible)

@@ -52,8 +52,7 @@ void launch(const ForwardProblem& problem, int splits, const Launch& launch) {
     const Features features = features_of(problem);
     const auto kernel = features == Features::none          ? attention_forward<Features::none>
                         : features == Features::transformed ? attention_forward<Features::transformed>
-                        : features == Features::dropout     ? attention_forward<Features::dropout>
-                                                            : attention_forward<Features::masked>;
+                                                            : attention_forward<Features::all>;
     const float score_unit = float(problem.softmax_scale * GpuMath::unit);
     // One unit of a kernel's scores in natural units: the scale is rounded after log2(e) went into it.
     const double natural =

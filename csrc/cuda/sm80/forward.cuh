@@ -73,8 +73,7 @@ class ForwardTile {
         while (walk.more() || too_low) {
             if (!too_low) pipeline.wait(tile);
             const Position key = walk.first();
-            const bool hides = features == Features::masked && shared_.plan.hides_anywhere();
-            const bool check_mask = (walk.masked() || hides) && !too_low;
+            const bool check_mask = (walk.masked() || has_bias()) && !too_low;
             const Sees sees = check_mask ? what_warp_sees(walk) : Sees::all;
             const auto next = [&] {
                 walk.advance(shared_.plan.warp());
@@ -100,7 +99,7 @@ class ForwardTile {
                 });
             float sums[Scores::rows];
             exponentiate(scores, sums);
-            if (drops<features>(problem_.dropout_threshold)) drop(scores, key);
+            if (has_dropout()) drop(scores, key);
             const auto p = left_operand(scores);
             const bool check = !follows && !too_low;
             too_low = check ? rows_beyond(sums) : 0;
@@ -113,7 +112,8 @@ class ForwardTile {
             pipeline.leave(tile++);
         }
         if constexpr (!careful) {
-            const bool hides = problem_.window_left >= 0 || problem_.window_right >= 0;
+            const bool hides =
+                problem_.window_left >= 0 || problem_.window_right >= 0 || problem_.visible.data;
             if (hides && __syncthreads_or(!out_is_finite())) {
                 run_carefully(problem_, shared_, score_unit_, natural_, tile);
                 return;
@@ -220,7 +220,7 @@ class ForwardTile {
         const Interval last = intersection(shared_.plan.visible(row + warp_rows - 1), seen);
         // Both ends never decrease with the row.
         if (last.end <= first.begin) return Sees::none;
-        if (features == Features::masked && shared_.plan.hides_anywhere()) return Sees::part;
+        if (shared_.plan.warp().run.partial) return Sees::part;
         return last.begin <= key && first.end >= key + c.key_tile ? Sees::all : Sees::part;
     }
 
@@ -238,7 +238,7 @@ class ForwardTile {
                         s.at(r, column), float(distance < 0 ? -distance : distance));
                 }
             }
-            if (features == Features::masked && shared_.plan.addend.bias)
+            if (has_bias())
                 shared_.plan.addend.add_bias(s, shared_.plan.tile.first + warp_row(), key + warp_key());
         }
     }
@@ -254,12 +254,17 @@ class ForwardTile {
                 if (j < begin || j >= end) s.at(r, column) = OnlineSoftmax<GpuMath>::minus_infinity();
             }
         }
-        if constexpr (features == Features::masked)
-            if (shared_.plan.addend.visible)
-                shared_.plan.addend.template each_hidden<Scores>(
-                    shared_.plan.tile.first + warp_row(), key + warp_key(), [&](int r, int column) {
-                        s.at(r, column) = OnlineSoftmax<GpuMath>::minus_infinity();
-                    });
+        if (shared_.plan.warp().run.partial && shared_.plan.addend.visible)
+            shared_.plan.addend.template each_hidden<Scores>(
+                shared_.plan.tile.first + warp_row(), key + warp_key(),
+                [&](int r, int column) { s.at(r, column) = OnlineSoftmax<GpuMath>::minus_infinity(); });
+    }
+
+    __device__ __forceinline__ bool has_bias() const {
+        return features == Features::all && shared_.plan.addend.bias;
+    }
+    __device__ __forceinline__ bool has_dropout() const {
+        return features == Features::all && problem_.dropout_threshold;
     }
 
     __device__ __forceinline__ float unit() const { return optimistic ? score_unit_ : 1.f; }
@@ -407,7 +412,7 @@ class ForwardTile {
 
     __device__ __forceinline__ void store() {
         float keep_scale = 1;
-        if (drops<features>(problem_.dropout_threshold)) keep_scale = float(shared_.plan.dropout.keep_scale());
+        if (has_dropout()) keep_scale = float(shared_.plan.dropout.keep_scale());
         float sums[Scores::rows];
 #pragma unroll
         for (int r = 0; r < Scores::rows; ++r) sums[r] = quad_sum(softmax_[r].row_sum);

@@ -40,8 +40,7 @@ void FLASH_KERNEL_SYMBOL(const BackwardProblem& problem, const Launch& launch) {
     const Features features = features_of(problem.forward);
     const auto kernel = features == Features::none          ? query_gradient<Features::none>
                         : features == Features::transformed ? query_gradient<Features::transformed>
-                        : features == Features::dropout     ? query_gradient<Features::dropout>
-                                                            : query_gradient<Features::masked>;
+                                                            : query_gradient<Features::all>;
     const RowTiling queries =
         RowTiling::of_queries(problem.forward, kConfiguration.query_tile, launch.device.l2_bytes / 3);
     launch_kernel(FLASH_KERNEL_NAME, kernel, queries.count(), kConfiguration.warps * 32, sizeof(Shared),

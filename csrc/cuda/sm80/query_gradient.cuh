@@ -46,8 +46,9 @@ class QueryGradientTile {
         pipeline.begin(loaded_early_, 0, walk);
         for (uint32_t tile = 0; walk.more(); ++tile) {
             pipeline.wait(tile);
-            const bool hides = features == Features::masked && shared_.plan.hides_anywhere();
-            const Part part{walk.first(), walk.seen(shared_.plan.warp()), walk.masked() || hides};
+            const bool has_bias = features == Features::all && shared_.plan.addend.bias;
+            const Part part{walk.first(), walk.seen(shared_.plan.warp()), walk.masked() || has_bias,
+                            walk.masked() && shared_.plan.warp().run.partial};
             const uint32_t k = pipeline.k_address(tile);
             const bool bad = part.masked && clear_bad_rows<dtype, threads, KeyTile>(shared_.bad_keys, k);
             walk.advance(shared_.plan.warp());
@@ -75,7 +76,7 @@ class QueryGradientTile {
     struct Part {
         Position first;
         Interval seen;
-        bool masked;
+        bool masked, partial;  // partial: asks the bits
     };
 
     __device__ __forceinline__ static int warp_row() { return int(threadIdx.x) / 32 * warp_rows; }
@@ -120,10 +121,9 @@ class QueryGradientTile {
                                 {query, part.first, plan.mask.diagonal(),
                                  problem_.forward.dropout_threshold != 0});
         if (part.masked) mask(ds, part, query, bad);
-        if constexpr (features == Features::masked)
-            if (plan.addend.visible)
-                plan.addend.template each_hidden<Scores>(query, part.first,
-                                                [&](int r, int column) { ds.at(r, column) = 0; });
+        if (part.partial && plan.addend.visible)
+            plan.addend.template each_hidden<Scores>(query, part.first,
+                                                     [&](int r, int column) { ds.at(r, column) = 0; });
     }
 
     // Zero where invisible, NaN where a key that is seen is not finite.
@@ -137,7 +137,7 @@ class QueryGradientTile {
                 if (!keys.contains(part.first + j))
                     ds.at(r, column) = 0;
                 else if (bad && shared_.bad_keys[j / 32] >> j % 32 & 1 &&
-                         !(features == Features::masked &&
+                         !(features == Features::all &&
                            shared_.plan.addend.bias_hides(query + Scores::row(r), part.first + j)))
                     ds.at(r, column) = __int_as_float(0x7fffffff);
             }

@@ -71,9 +71,6 @@ struct QueryPlan {
     __device__ __forceinline__ SchedulePlace& warp() { return warps[threadIdx.x / 32]; }
     __device__ __forceinline__ const SchedulePlace& warp() const { return warps[threadIdx.x / 32]; }
 
-    // Any score may be hidden.
-    __device__ __forceinline__ bool hides_anywhere() const { return addend.bias || addend.visible; }
-
     __device__ __forceinline__ Interval visible(Position query) const {
         return intersection(mask.keys_of(query), slice);
     }

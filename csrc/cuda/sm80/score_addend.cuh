@@ -1,5 +1,5 @@
-// A bias and the bits of a mask as a warp meets them: at the scores that its fragment covers. They are read
-// from device memory where they are needed; a tile's are read once by each warp.
+// A bias and the bits of an element mask as a warp meets them: at the scores that its fragment covers. They are
+// read from device memory where they are needed; a tile's are read once by each warp.
 #pragma once
 
 #include "../../attention/score_matrix.h"
@@ -15,7 +15,8 @@ __device__ __forceinline__ void end_block(bool never) {
     if (never) __trap();
 }
 
-// Of one head. Positions outside the matrix read its last row or column: what lies there is masked anyway.
+// Of one head. Positions outside the matrix read its last row, and of the bias its last column: what lies there
+// is masked anyway.
 template <DType dtype>
 struct ScoreAddend {
     using Element = ElementOf<dtype>;
@@ -64,23 +65,22 @@ struct ScoreAddend {
         }
     }
 
-    // Calls hide(r, column) for what the bits hide of the fragment; key is a multiple of 8.
+    // Calls hide(r, column) for what the bits hide of the fragment; key is a multiple of its width, or of 32.
     template <class Scores, class Hide>
     __device__ __forceinline__ void each_hidden(Position query, Position key, const Hide& hide) const {
+        constexpr int in_word = Scores::column_tiles < 4 ? Scores::column_tiles : 4;  // 8 keys each
+        static_assert(Scores::column_tiles % in_word == 0);
 #pragma unroll
         for (int r = 0; r < Scores::rows; ++r) {
-            const uint32_t* row =
-                visible + min(int(opaque(query)) + Scores::row(r), last_query) * visible_stride;
+            const int row = min(int(opaque(query)) + Scores::row(r), last_query);
+            const uint32_t* words = visible + row * visible_stride + key / 32;
 #pragma unroll
-            for (int n = 0; n < Scores::column_tiles; ++n) {
-                // 8 keys lie in one word.
-                const Position first = key + n * 8;
-                const uint32_t bits = row[min(first, last_key) / 32] >> first % 32;
+            for (int n = 0; n < Scores::column_tiles; n += in_word) {
+                const uint32_t bits = words[n / 4] >> (key % 32 + lane_index() % 4 * 2);
 #pragma unroll
-                for (int i = 0; i < 2; ++i)
-                    if (!(bits >> (lane_index() % 4 * 2 + i) & 1)) hide(r, 2 * n + i);
+                for (int i = 0; i < 2 * in_word; ++i)
+                    if (!(bits & 1u << (i / 2 * 8 + i % 2))) hide(r, 2 * n + i);
             }
-            end_block(query < 0);
         }
     }
 };

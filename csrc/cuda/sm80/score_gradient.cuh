@@ -10,19 +10,12 @@
 
 namespace flash::cuda::sm80 {
 
-// What a score goes through besides the scale; the scale alone has to be positive. With a bias or a mask of
-// elements (masked) the kernel asks at run time for all the rest.
-enum class Features { none, transformed, dropout, masked };
-
-// dropout: whether the problem has any.
-template <Features features>
-__device__ __forceinline__ bool drops(bool dropout) {
-    return features == Features::dropout || (features == Features::masked && dropout);
-}
+// What a score goes through besides the scale; the scale alone has to be positive. Kernels for dropout or a bias
+// (all) ask at run time which there are.
+enum class Features { none, transformed, all };
 
 FLASH_HOST_DEVICE Features features_of(const ForwardProblem& problem) {
-    if (has_score_matrices(problem)) return Features::masked;
-    if (problem.dropout_threshold) return Features::dropout;
+    if (problem.dropout_threshold || problem.bias.data) return Features::all;
     const bool plain = problem.softcap == 0 && !problem.alibi_slopes && problem.softmax_scale > 0;
     return plain ? Features::none : Features::transformed;
 }
@@ -42,7 +35,7 @@ __device__ __forceinline__ uint32_t kept_scores(const Dropout& dropout, Position
 struct ScorePart {
     Position first_query, first_key;
     Position diagonal;  // Sk - Sq
-    bool dropout;       // the problem has any; with features that leave it to run time
+    bool dropout;       // the problem has any
 };
 
 // lse and delta of the fragment's rows. A row that saw no key has lse = -inf and probabilities of 0.
@@ -71,15 +64,14 @@ __device__ __forceinline__ void differentiate(Scores& s, Scores& dp, const RowCo
                                               const ScoreTransform<GpuMath>& transform,
                                               const Dropout& dropout, const ScoreAddend<dtype>& addend,
                                               const ScorePart& part) {
-    const bool drop = drops<features>(part.dropout);
+    const bool drop = features == Features::all && part.dropout;
     const float keep_scale = drop ? float(dropout.keep_scale()) : 1.f;
 #pragma unroll
     for (int m = 0; m < Scores::row_tiles; ++m)
 #pragma unroll
         for (int n = 0; n < Scores::column_tiles; n += 2) {
             uint32_t kept = 0;
-            if (drop)
-                kept = kept_scores(dropout, part.first_query + m * 16, part.first_key + n * 8);
+            if (drop) kept = kept_scores(dropout, part.first_query + m * 16, part.first_key + n * 8);
 #pragma unroll
             for (int i = 0; i < 8; ++i) {
                 const int r = 2 * m + i / 4, column = 2 * n + i % 4;
@@ -92,7 +84,7 @@ __device__ __forceinline__ void differentiate(Scores& s, Scores& dp, const RowCo
                     const int distance = part.first_query + Scores::row(r) + part.diagonal - part.first_key -
                                          Scores::column(column);
                     float score = transform.score(dot, float(distance < 0 ? -distance : distance));
-                    if (features == Features::masked && addend.bias) {
+                    if (features == Features::all && addend.bias) {
                         const float bias = addend.bias_of(part.first_query + Scores::row(r),
                                                           part.first_key + Scores::column(column));
                         hidden = bias == -INFINITY;
@@ -101,14 +93,12 @@ __device__ __forceinline__ void differentiate(Scores& s, Scores& dp, const RowCo
                     probability = GpuMath::exponential(score - row.lse_log2[r]);
                     if (of == Of::dot_products) derivative = transform.derivative(dot);
                 }
-                if (drop)
-                    gradient = kept >> i & 1 ? gradient * keep_scale : 0;
+                if (drop) gradient = kept >> i & 1 ? gradient * keep_scale : 0;
                 dp.at(r, column) = hidden ? 0 : probability * (gradient - row.delta[r]) * derivative;
-                if (drop)
-                    probability = kept >> i & 1 ? probability * keep_scale : 0;
+                if (drop) probability = kept >> i & 1 ? probability * keep_scale : 0;
                 s.at(r, column) = hidden ? 0 : probability;
             }
-            if constexpr (features == Features::dropout || features == Features::masked)
+            if constexpr (features == Features::all)
                 end_block(part.first_query < 0);
         }
 }
