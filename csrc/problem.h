@@ -40,7 +40,8 @@ struct BlockLists {
     int64_t column_block = 0;  // rows of a block on the other axis
 };
 
-// One number for each score: [B or 1, H or 1, Sq or 1, Sk], rows contiguous; 0 is the stride of what is shared.
+// One number for each score: [B or 1, H or 1, Sq or 1, Sk], rows contiguous; 0 is the stride of what is
+// shared.
 struct ScoreMatrix {
     void* data = nullptr;
     int64_t batch_stride = 0;

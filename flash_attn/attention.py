@@ -92,7 +92,8 @@ def attend(
         q, dropout_p=dropout_p, softmax_scale=softmax_scale, window_size_left=left, window_size_right=right,
         softcap=softcap, alibi_slopes=alibi_slopes, deterministic=deterministic, cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, mask=mask,
-        rng_state=new_rng_state(dropout_p, q.device) if dropout_p > 0 else None, attn_bias=attn_bias, bits=bits,
+        rng_state=new_rng_state(dropout_p, q.device) if dropout_p > 0 else None, attn_bias=attn_bias,
+        bits=bits,
     )
     return *operators.attend(q, k, v, *options), options
 

@@ -7,6 +7,7 @@ import torch
 
 from . import _C
 from .attention import check_tensors, window_of
+from .attention_mask import mask_for
 
 
 @dataclass(frozen=True)
@@ -134,6 +135,8 @@ def explain(
     alibi_slopes=None,
     deterministic=False,
     mask=None,
+    attn_mask=None,
+    attn_bias=None,
 ):
     """Which engine and kernel flash_attn_func would run for these tensors, forward and backward, and why not
     the others. Runs nothing; for packed sequences and masks it reads device memory.
@@ -141,6 +144,7 @@ def explain(
     Args:
         q, k, v: as for flash_attn_func; with cu_seqlens_q and cu_seqlens_k as for flash_attn_varlen_func.
         mask: BlockSparseMask, as for flash_attn_block_sparse_func.
+        attn_mask: as for flash_attn_func; all pairs count of a block that holds a visible one.
         Everything else: see flash_attn_func.
 
     Returns:
@@ -159,6 +163,8 @@ def explain(
     check_tensors(q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, alibi_slopes=alibi_slopes)
     if q.device.type == "meta":
         raise RuntimeError("flash_attn: q is on meta, where nothing runs; explain needs to know a device")
+    if attn_mask is not None:
+        mask = mask_for(attn_mask, q.shape[1], k.shape[1]).blocks
     packed = cu_seqlens_q is not None
     window = window_of(window_size, causal)
     (rows_q, heads_q, head_dim), (rows_k, heads_k), head_dim_v = q.shape[-3:], k.shape[-3:-1], v.shape[-1]
@@ -169,7 +175,8 @@ def explain(
         "seqlen_q": max([int(max_seqlen_q), *(length for length, _ in lengths)]),
         "seqlen_k": max([int(max_seqlen_k), *(length for _, length in lengths)]),
         "rows_q": rows_q, "rows_k": rows_k,
-        "window_left": window[0], "window_right": window[1], "packed": packed, "block_mask": mask is not None,
+        "window_left": window[0], "window_right": window[1], "packed": packed,
+        "block_size": (0, 0) if mask is None else mask.block_size, "attn_bias": attn_bias is not None,
         "deterministic": bool(deterministic) or torch.are_deterministic_algorithms_enabled(),
     }
     plans = _plans(sizes, q.device)

@@ -75,11 +75,11 @@ def flash_attn_func(
             independent of the rest of the batch: keys are not shared out over blocks to fill the device.
         return_attn_probs: also return lse and S_dmask.
         attn_mask: bool, broadcastable to [B, H, Sq, Sk], True where a query sees a key; or an AttentionMask,
-            made once for many calls. Beside causal and window_size; blocks that nobody sees are skipped. CPU
-            only so far.
+            made once for many calls. Beside causal and window_size; blocks of 128 x 128 that nobody sees are
+            skipped, and those that are seen whole cost nothing.
         attn_bias: floating, broadcastable to [B, H, Sq, Sk], added to the scores (after softcap), -inf hides
             one. Used in q's dtype; its gradient is summed in float32, in a fixed order, over what it is
-            broadcast along, without a [B, H, Sq, Sk] tensor. CPU only so far.
+            broadcast along, without a [B, H, Sq, Sk] tensor.
 
     Returns: out [B, Sq, H, Dv], contiguous, in q's dtype. With return_attn_probs (out, lse, S_dmask): lse,
         float32 (float64 for float64 tensors) [B, H, Sq], is the natural logarithm of the row's summed

@@ -14,7 +14,6 @@ import acceptance
 import philox
 import reference
 
-GPUS_HAVE_ELEMENT_MASKS = False  # until the GPU engines read attn_mask and attn_bias
 FEATURE_NAMES = ("softmax_scale", "causal", "window_size", "softcap")
 
 
@@ -30,11 +29,6 @@ def gpu_dtypes():
     from flash_attn import _C
 
     return {getattr(torch, kernel["dtype"]) for kernel in _C.kernels()}
-
-
-def skip_without_element_masks(device):
-    if device.startswith("cuda") and not GPUS_HAVE_ELEMENT_MASKS:
-        pytest.skip("no GPU engine reads attn_mask and attn_bias yet")
 
 
 def keep_mask(rng_state, dropout_p, batch, num_heads, seqlen_q, seqlen_k):

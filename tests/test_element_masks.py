@@ -10,7 +10,7 @@ import torch
 
 import acceptance
 import flash_attn
-from attention_case import Case, check_empty_rows, largest_allocation, skip_without_element_masks
+from attention_case import Case, check_empty_rows, largest_allocation
 from flash_attn import AttentionMask, operators
 
 # Sizes of the dimensions, the first ones left out: B batch, H heads, q queries, k keys.
@@ -24,12 +24,6 @@ FEATURES = [
 ]
 LENGTHS = [(1, 1), (1, 300), (300, 1), (31, 33), (32, 32), (33, 31), (127, 129), (129, 127), (129, 300),
            (300, 32), (128, 256)]
-
-
-@pytest.fixture
-def device(device):
-    skip_without_element_masks(device)
-    return device
 
 
 def make_case(dtype=torch.float32, seqlen_q=37, seqlen_k=70, device="cpu", **features):

@@ -32,8 +32,8 @@ def chip(capability):
 def sizes(seqlen_q=1024, seqlen_k=1024, batch=4, heads=16, head_dim=64, **given):
     return {"dtype": "bfloat16", "batch": batch, "heads_q": heads, "heads_k": heads, "head_dim": head_dim,
             "head_dim_v": head_dim, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "rows_q": seqlen_q,
-            "rows_k": seqlen_k, "window_left": -1, "window_right": -1, "packed": False, "block_mask": False,
-            "deterministic": False, **given}
+            "rows_k": seqlen_k, "window_left": -1, "window_right": -1, "packed": False, "block_size": (0, 0),
+            "attn_bias": False, "deterministic": False, **given}
 
 
 @functools.cache
@@ -188,7 +188,7 @@ def test_enough_queries_do_not():
     assert plan["splits"] == 1 and plan["workspace_bytes"] == 0
 
 
-@pytest.mark.parametrize("given", [{"packed": True}, {"block_mask": True}, {"window_left": 100}], ids=str)
+@pytest.mark.parametrize("given", [{"packed": True}, {"block_size": (64, 64)}, {"window_left": 100}], ids=str)
 def test_only_whole_dense_rows_of_keys_are_split(given):
     assert on_h100(seqlen_q=1, seqlen_k=8192, batch=1, heads=8, **given)["splits"] == 1
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import flash_attn.nn
-from attention_case import draw_rng_state, keep_mask, largest_allocation, skip_without_element_masks
+from attention_case import draw_rng_state, keep_mask, largest_allocation
 from flash_attn.nn import attention_weights as weights_module
 from module_pair import HEADS, E, answer, compare, draw, make_pair
 
@@ -24,12 +24,6 @@ MASKS = ["none", "padding", "float padding", "mask", "float mask", "mask of head
          "padding, mask", "padding, mask of heads", "float padding, float mask",
          "float padding, float mask of heads", "padding, float mask", "float padding, mask"]
 LAYOUTS = [("all", 7, 7, 2), ("kv", 5, 9, 3), ("none", 9, 5, 2), ("all", 6, 6, None), ("none", 4, 8, None)]
-
-
-@pytest.fixture
-def device(device):
-    skip_without_element_masks(device)
-    return device
 
 
 def draw_masks(kind, seqlen_q, seqlen_k, batch, heads, device="cpu", dtype=torch.float64, hidden=0.3):

@@ -8,14 +8,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune
 
 import flash_attn.nn
-from attention_case import skip_without_element_masks
 from flash_attn.nn import replace_attention
-
-
-@pytest.fixture
-def device(device):
-    skip_without_element_masks(device)
-    return device
 
 
 def dtype_of(device):

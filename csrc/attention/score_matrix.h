@@ -8,8 +8,8 @@
 
 namespace flash {
 
-// Queries and keys of a block of an element mask. Rows of bits are padded to whole blocks, with zeros, so that
-// they can be read in vectors.
+// Queries and keys of a block of an element mask. Rows of bits are padded to whole blocks, with zeros, so
+// that they can be read in vectors.
 constexpr int64_t kMaskBlock = 128;
 
 FLASH_HOST_DEVICE int64_t mask_blocks(int64_t length) {

@@ -71,8 +71,8 @@ class TileSchedule {
         do {
             ++blocks_.indices;
             --blocks_.count;
-        } while (blocks_.count > 0 && blocks_.first() == last + 1 &&
-                 blocks_.first_is_partial() == partial_ && ++last);
+        } while (blocks_.count > 0 && blocks_.first() == last + 1 && blocks_.first_is_partial() == partial_ &&
+                 ++last);
         const Interval span = intersection({first * blocks_.block, (last + 1) * blocks_.block}, visited_);
         position_ = span.begin;
         span_end_ = span.end;

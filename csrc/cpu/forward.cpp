@@ -193,7 +193,7 @@ class ForwardTask {
     const ForwardProblem& problem_;
     const int64_t depth_;          // operands along D
     const int64_t value_rows_;     // Dv in whole vectors
-    bool has_addends_ = false;  // the tile, or hidden scores
+    bool has_addends_ = false;     // the tile, or hidden scores
     StackedTile<Operand> values_;  // [kKeyTile][Dv]
     int64_t batch_, head_;
     Sequence sequence_;

@@ -156,7 +156,7 @@ class KeyGradientTask {
     const int64_t depth_, value_depth_;      // operands along D and Dv
     const int64_t columns_, value_columns_;  // D and Dv in whole strips of columns
     const int64_t ld_, value_ld_;  // of the plain tiles; without Pairs they are the stacked ones too
-    bool has_addends_ = false;  // the tile, or hidden scores
+    bool has_addends_ = false;     // the tile, or hidden scores
     int64_t batch_, key_head_;
     Sequence sequence_;
     bool finite_;

@@ -138,7 +138,7 @@ class QueryGradientTask {
     const BackwardProblem& backward_;
     const int64_t depth_, value_depth_;  // operands along D and Dv
     const int64_t rows_of_dq_;           // D in whole vectors; without Pairs it equals depth
-    bool has_addends_ = false;  // the tile, or hidden scores
+    bool has_addends_ = false;           // the tile, or hidden scores
     Operand* const keys_;                // [kKeyTile][depth]
     StackedTile<Operand> stacked_keys_;  // the same rows
     int64_t batch_, head_;

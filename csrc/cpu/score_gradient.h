@@ -35,8 +35,8 @@ enum class Lanes { queries, keys };
 
 template <class Real>
 struct ScoreTile {
-    Real* dots;        // [rows][lanes]: in q.k, out P as operands (with dropout)
-    Real* gradients;   // [rows][lanes]: in dP, out dS as operands
+    Real* dots;           // [rows][lanes]: in q.k, out P as operands (with dropout)
+    Real* gradients;      // [rows][lanes]: in dP, out dS as operands
     const Real* keep;     // [rows][lanes] dropout factors, or nullptr
     const Real* addends;  // [rows][lanes], or nullptr
     Real* bias_gradient;  // [rows][lanes], written unless nullptr

@@ -28,8 +28,9 @@ struct ForwardKernel {
     DType dtype;
     int head_dim;  // at most, of queries and of values
     int query_tile, key_tile;
-    int from_keys;         // for queries that see so many keys or more (plan.cpp)
-    int blocks;            // that a multiprocessor can hold at once, if it has the shared memory
+    int from_keys;  // for queries that see so many keys or more (plan.cpp)
+    int blocks;     // that a multiprocessor can hold at once, if it has the shared memory
+    bool takes_bias;
     int64_t shared_bytes;  // of one block
     // splits > 1: that many blocks share the keys of a query tile, and combine adds them up.
     int64_t (*workspace_bytes)(const ForwardProblem& problem, int splits);
@@ -59,7 +60,7 @@ struct Architecture {
 // The generated registry (setup.py): null-terminated, in the table's order, best first; empty without nvcc.
 extern const ForwardKernel* const forward_kernels[];
 extern const BackwardKernel* const backward_kernels[];
-extern MaskPacker* const mask_packer;  // nullptr without nvcc
+extern MaskPacker* const mask_packer;       // nullptr without nvcc
 extern const Architecture architectures[];  // that every kernel was compiled for; the last has capability 0
 extern const char* const toolkit;           // version of the compiler, "13.0"
 

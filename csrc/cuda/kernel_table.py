@@ -22,6 +22,7 @@ class Forward:
     warps: int
     blocks: int  # resident blocks a multiprocessor that the register budget is made for
     columns: int = 1  # warps that share a row, each with a part of the keys and of the head dim
+    bias: int = 1  # its kernels take one: not those of tiles that leave no registers for it
     retries: int = 0  # values that are not finite are looked for in O, and only then in all masked tiles
 
 
@@ -66,7 +67,7 @@ class BiasGradient:
 @dataclass(frozen=True)
 class Row:
     engine: str
-    kernel: str  # "forward", "backward", "query_gradient" or "bias_gradient": the source is <engine>/<kernel>.cu
+    kernel: str  # "forward", "backward", "query_gradient", "bias_gradient"; in <engine>/<kernel>.cu
     dtypes: tuple
     configuration: object
     from_keys: int = 0  # if queries see fewer, the next row takes them
@@ -98,16 +99,19 @@ class Row:
         }
 
 
-# Later rows of a head dim are for chips with less shared memory: 163 KiB a block (8.0) or 99 (8.6, 8.9, 12.0).
+# Later rows of a head dim are for chips with less shared memory (163 KiB a block on 8.0, 99 on 8.6, 8.9 and
+# 12.0) and, in the forward, for biases.
 ROWS = [
-    Row("sm80", "forward", HALVES, Forward(64, 128, 128, warps=4, blocks=2, retries=1), from_keys=1024),
+    Row("sm80", "forward", HALVES,
+        Forward(64, 128, 128, warps=4, blocks=2, bias=0, retries=1), from_keys=1024),
     Row("sm80", "forward", HALVES, Forward(64, 128, 64, warps=4, blocks=3, retries=1)),
-    Row("sm80", "forward", HALVES, Forward(96, 128, 64, warps=4, blocks=2)),
-    Row("sm80", "forward", HALVES, Forward(128, 128, 64, warps=4, blocks=2)),
+    Row("sm80", "forward", HALVES, Forward(96, 128, 64, warps=4, blocks=2, bias=0)),
+    Row("sm80", "forward", HALVES, Forward(128, 128, 64, warps=4, blocks=2, bias=0)),
     Row("sm80", "forward", HALVES, Forward(128, 128, 32, warps=4, blocks=2)),
     Row("sm80", "forward", HALVES, Forward(192, 128, 64, warps=8, blocks=1, columns=2, retries=1)),
     Row("sm80", "forward", HALVES, Forward(192, 128, 32, warps=8, blocks=1)),
-    Row("sm80", "forward", HALVES, Forward(256, 128, 64, warps=8, blocks=1, columns=2, retries=1)),
+    Row("sm80", "forward", HALVES,
+        Forward(256, 128, 64, warps=8, blocks=1, columns=2, bias=0, retries=1)),
     Row("sm80", "forward", HALVES, Forward(256, 128, 32, warps=8, blocks=1, columns=2)),
     Row("sm80", "forward", HALVES, Forward(256, 64, 32, warps=4, blocks=1)),
     Row("sm80", "backward", HALVES,

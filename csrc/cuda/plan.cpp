@@ -1,7 +1,5 @@
 #include "plan.h"
 
-#include "../attention/score_matrix.h"
-
 #include <algorithm>
 #include <string_view>
 
@@ -53,10 +51,16 @@ int64_t keys_for(const BackwardKernel&, const ForwardProblem& problem) {
     return std::min(most_keys(problem), problem.seqlen_k - hidden);
 }
 
-// A bias or a mask of elements takes registers that large tiles don't have.
+bool takes_bias(const ForwardKernel& kernel) {
+    return kernel.takes_bias;
+}
+
+bool takes_bias(const BackwardKernel&) {
+    return true;
+}
+
 template <class Kernel>
 bool enough_keys(const Kernel& kernel, const ForwardProblem& problem) {
-    if (has_score_matrices(problem)) return kernel.from_keys == 0;
     return kernel.from_keys <= keys_for(kernel, problem);
 }
 
@@ -78,7 +82,7 @@ const Kernel* first_fit(const Kernel* const* kernels, const ForwardProblem& prob
         const Kernel& kernel = **kernels;
         if (kernel.dtype != problem.dtype || kernel.head_dim < larger_head_dim(problem) ||
             kernel.shared_bytes > device.shared_bytes_per_block || !enough_keys(kernel, problem) ||
-            !blocks_fill_tiles(kernel, problem))
+            !blocks_fill_tiles(kernel, problem) || (problem.bias.data && !takes_bias(kernel)))
             continue;
         if (first && kernel.head_dim != first->head_dim) break;
         if (all_blocks_fit(kernel, device)) return &kernel;
@@ -117,6 +121,7 @@ std::string reason_of(const Kernel& kernel, const Kernel* chosen, const ForwardP
     if (!enough_keys(kernel, problem))
         return "it is for queries that see " + std::to_string(kernel.from_keys) +
                " keys or more, here they see " + std::to_string(keys_for(kernel, problem));
+    if (problem.bias.data && !takes_bias(kernel)) return "its tiles leave no registers for a bias";
     if (!blocks_fill_tiles(kernel, problem)) return "its tiles are larger than the map's blocks";
     if (kernel.shared_bytes > device.shared_bytes_per_block)
         return "it needs " + std::to_string(kernel.shared_bytes) + " bytes of shared memory, this GPU has " +

@@ -254,7 +254,9 @@ ScoreMatrix Arguments::score_matrix(const char* name, const OptionalTensor& tens
     for (int i = 0; fits && i < 3; ++i) fits = tensor->size(i) == sizes[i] || tensor->size(i) == 1;
     check(fits, name, " has shape ", ShapeOf{*tensor}, "; it must be [1 or ", problem.batch, ", 1 or ",
           problem.heads_q, ", 1 or ", problem.seqlen_q, ", ", columns, "]");
-    kept_.push_back(columns <= 1 || tensor->stride(3) == 1 ? *tensor : torch::stable::contiguous(*tensor));
+    const bool kept_as_is =
+        (columns <= 1 || tensor->stride(3) == 1) && tensor->stride(2) < int64_t(1) << 31;  // kernels' strides
+    kept_.push_back(kept_as_is ? *tensor : torch::stable::contiguous(*tensor));
     const Tensor& kept = kept_.back();
     const auto stride = [&](int64_t dim) { return kept.size(dim) == 1 ? 0 : kept.stride(dim); };
     return {kept.data_ptr(), stride(0), stride(1), stride(2)};
@@ -303,9 +305,8 @@ void Arguments::check_block_indices(const char* axis, const BlockLists& lists, i
         for (int64_t i = 0; i < lists.counts[row]; ++i) {
             const int32_t* const listed = lists.indices + row * lists.capacity + i;
             const int64_t index = *listed & ~kPartialBlock, before = i ? listed[-1] & ~kPartialBlock : -1;
-            check(index < lists.capacity && index > before,
-                  "the mask's ", axis, " block row ", row, " lists block ", index,
-                  "; blocks must ascend below ", lists.capacity);
+            check(index < lists.capacity && index > before, "the mask's ", axis, " block row ", row,
+                  " lists block ", index, "; blocks must ascend below ", lists.capacity);
         }
     }
 }

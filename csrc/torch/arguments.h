@@ -64,7 +64,8 @@ class Arguments {
     const int32_t* numbers(const char* name, const Tensor& tensor, int64_t least, int64_t most);
     void set_scores(const Options& options);
     void set_dropout(const Options& options);
-    ScoreMatrix score_matrix(const char* name, const OptionalTensor& tensor, ScalarType dtype, int64_t columns);
+    ScoreMatrix score_matrix(const char* name, const OptionalTensor& tensor, ScalarType dtype,
+                             int64_t columns);
     BlockLists block_lists(const char* axis, const OptionalTensor& counts, const OptionalTensor& indices,
                            int64_t row_block, int64_t column_block, int64_t rows, int64_t columns);
     void check_block_indices(const char* axis, const BlockLists& lists, int64_t block_rows) const;

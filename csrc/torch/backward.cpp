@@ -16,8 +16,8 @@ void check_statistics(const char* name, const Tensor& tensor, const Tensor& q, c
 }
 
 // dbias: filled if given.
-std::tuple<Tensor, Tensor, Tensor> run_backward(Tensor dout, OptionalTensor dlse, Tensor q, Tensor k, Tensor v,
-                                                Tensor out, Tensor lse, const Options& options,
+std::tuple<Tensor, Tensor, Tensor> run_backward(Tensor dout, OptionalTensor dlse, Tensor q, Tensor k,
+                                                Tensor v, Tensor out, Tensor lse, const Options& options,
                                                 Tensor* dbias = nullptr) {
     Arguments arguments(q, k, v, options);
     BackwardProblem problem{};
@@ -69,9 +69,10 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(Tensor dout, OptionalTenso
     return run_backward(dout, dlse, q, k, v, out, lse, FLASH_OPTION_ARGUMENTS);
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward_with_bias(
-    Tensor dout, OptionalTensor dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse,
-    FLASH_OPTION_PARAMETERS) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward_with_bias(Tensor dout, OptionalTensor dlse,
+                                                                        Tensor q, Tensor k, Tensor v,
+                                                                        Tensor out, Tensor lse,
+                                                                        FLASH_OPTION_PARAMETERS) {
     check(attn_bias.has_value(), "attn_bias is missing, whose gradient is wanted");
     const std::vector<int64_t> sizes(attn_bias->sizes().begin(), attn_bias->sizes().end());
     Tensor dbias = torch::stable::new_empty(

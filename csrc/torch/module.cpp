@@ -66,7 +66,7 @@ list device_rows() {
 
 // Sizes and options without tensors. Where choosing asks only whether there is a pointer, any one will do.
 ForwardProblem problem_of(const dict& sizes) {
-    static const int32_t something = 0;
+    static int32_t something = 0;
     const auto number = [&](const char* name) { return sizes[name].cast<int64_t>(); };
     ForwardProblem problem{};
     const std::string dtype = sizes["dtype"].cast<std::string>();
@@ -84,11 +84,13 @@ ForwardProblem problem_of(const dict& sizes) {
     problem.window_left = number("window_left");
     problem.window_right = number("window_right");
     if (sizes["packed"].cast<bool>()) problem.cu_seqlens_q = problem.cu_seqlens_k = &something;
-    if (sizes["block_mask"].cast<bool>()) {
-        problem.key_blocks.counts = &something;
-        problem.key_blocks.row_block = problem.key_blocks.column_block = 64;  // a usual size
-        problem.query_blocks = problem.key_blocks;
+    const auto [block_q, block_k] = sizes["block_size"].cast<std::pair<int64_t, int64_t>>();
+    if (block_q) {
+        problem.key_blocks.counts = problem.query_blocks.counts = &something;
+        problem.key_blocks.row_block = problem.query_blocks.column_block = block_q;
+        problem.key_blocks.column_block = problem.query_blocks.row_block = block_k;
     }
+    if (sizes["attn_bias"].cast<bool>()) problem.bias.data = &something;
     return problem;
 }
 

@@ -36,9 +36,10 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(Tensor dout, OptionalTenso
                                                       FLASH_OPTION_PARAMETERS);
 
 // The same, and the gradient of attn_bias, in its shape and the accumulation type.
-std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward_with_bias(
-    Tensor dout, OptionalTensor dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse,
-    FLASH_OPTION_PARAMETERS);
+std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward_with_bias(Tensor dout, OptionalTensor dlse,
+                                                                        Tensor q, Tensor k, Tensor v,
+                                                                        Tensor out, Tensor lse,
+                                                                        FLASH_OPTION_PARAMETERS);
 
 // mask: bool [B or 1, H or 1, Sq or 1, Sk], True where a score exists. bits: int32 [..., ceil(Sk / 128) * 4],
 // key j is bit j % 32 of word j / 32. some, holes: bool [..., ceil(Sq / 128), ceil(Sk / 128)], whether any

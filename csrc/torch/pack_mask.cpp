@@ -13,8 +13,7 @@ std::tuple<Tensor, Tensor, Tensor> pack_mask(Tensor mask) {
     check_dtype("attn_mask", mask, ScalarType::Bool, "; a float mask is an attn_bias");
     const Tensor visible = torch::stable::contiguous(mask);
     const int64_t batch = mask.size(0), heads = mask.size(1), rows = mask.size(2), columns = mask.size(3);
-    Tensor bits =
-        torch::stable::new_empty(mask, {batch, heads, rows, mask_words(columns)}, ScalarType::Int);
+    Tensor bits = torch::stable::new_empty(mask, {batch, heads, rows, mask_words(columns)}, ScalarType::Int);
     const auto no_blocks = [&] {
         Tensor blocks = torch::stable::new_empty(
             mask, {batch, heads, mask_blocks(rows), mask_blocks(columns)}, ScalarType::Bool);

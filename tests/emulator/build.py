@@ -108,7 +108,8 @@ def compile_unit(folder, name, command):
     object_file.parent.mkdir(exist_ok=True)
     if object_file.exists() and depends.exists():
         files = depends.read_text().replace("\\\n", " ").partition(": ")[2].split()
-        if all(os.path.exists(file) and os.stat(file).st_mtime < object_file.stat().st_mtime for file in files):
+        made = object_file.stat().st_mtime
+        if all(os.path.exists(file) and os.stat(file).st_mtime < made for file in files):
             return object_file
     if subprocess.run([*command, "-MMD", "-MF", str(depends), "-o", str(object_file)]).returncode:
         raise SystemExit(f"{name}: does not compile")

@@ -73,9 +73,13 @@ std::mt19937 draw([] {
     return seed ? std::atoi(seed) : 0;
 }());
 
-bool chance(int of) { return draw() % of == 0; }
+bool chance(int of) {
+    return draw() % of == 0;
+}
 
-bool is_ready(const Fiber& fiber) { return !fiber.done && (!fiber.ready || fiber.ready(fiber.context)); }
+bool is_ready(const Fiber& fiber) {
+    return !fiber.done && (!fiber.ready || fiber.ready(fiber.context));
+}
 
 bool has_work(const Fiber& fiber) {
     for (const auto& work : fiber.work)
@@ -158,11 +162,21 @@ void fail(const char* why) {
     std::abort();
 }
 
-uint32_t thread_index() { return current; }
-uint32_t block_index() { return block; }
-uint32_t block_threads() { return threads; }
-char* shared_memory() { return memory; }
-int64_t shared_bytes() { return memory_used; }
+uint32_t thread_index() {
+    return current;
+}
+uint32_t block_index() {
+    return block;
+}
+uint32_t block_threads() {
+    return threads;
+}
+char* shared_memory() {
+    return memory;
+}
+int64_t shared_bytes() {
+    return memory_used;
+}
 
 void wait(bool (*ready)(const void*), const void* context) {
     Fiber& fiber = fibers[current];
@@ -208,7 +222,9 @@ void start(std::function<void()> work) {
         if (earlier) earlier(), earlier = [] {};
 }
 
-void end_group() { fibers[current].work.emplace_back(); }
+void end_group() {
+    fibers[current].work.emplace_back();
+}
 
 void wait_for_groups(int pending) {
     Fiber& fiber = fibers[current];
@@ -255,20 +271,24 @@ cudaError_t cudaGetDeviceCount(int* count) {
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr name, int) {
     const char* const capability = std::getenv("EMULATOR_CAPABILITY");
     const int number = capability ? std::atoi(capability) : 90;
-    *value = name == cudaDevAttrComputeCapabilityMajor               ? number / 10
-             : name == cudaDevAttrComputeCapabilityMinor             ? number % 10
-             : name == cudaDevAttrMultiProcessorCount                ? 4
-             : name == cudaDevAttrMaxSharedMemoryPerBlockOptin       ? 227 << 10
-             : name == cudaDevAttrL2CacheSize                        ? 1 << 20
-                                                                     : 0;
+    *value = name == cudaDevAttrComputeCapabilityMajor         ? number / 10
+             : name == cudaDevAttrComputeCapabilityMinor       ? number % 10
+             : name == cudaDevAttrMultiProcessorCount          ? 4
+             : name == cudaDevAttrMaxSharedMemoryPerBlockOptin ? 227 << 10
+             : name == cudaDevAttrL2CacheSize                  ? 1 << 20
+                                                               : 0;
     return cudaSuccess;
 }
 cudaError_t cudaDriverGetVersion(int* version) {
     *version = 13000;
     return cudaSuccess;
 }
-cudaError_t cudaGetLastError() { return cudaSuccess; }
-const char* cudaGetErrorString(cudaError_t) { return "emulated"; }
+cudaError_t cudaGetLastError() {
+    return cudaSuccess;
+}
+const char* cudaGetErrorString(cudaError_t) {
+    return "emulated";
+}
 cudaError_t cudaMemsetAsync(void* data, int value, size_t bytes, cudaStream_t) {
     std::memset(data, value, bytes);
     return cudaSuccess;

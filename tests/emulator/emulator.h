@@ -3,8 +3,8 @@
 // run one after the other, in order. What CUDA leaves open is drawn at random (EMULATOR_SEED): which thread
 // goes on at a barrier, and when, between its start and the wait for it, an asynchronous copy is done.
 //
-// It finds wrong addresses, wrong fragments, missing waits, barriers that not all reach, and wrong results. It
-// knows nothing of time, memory order, bank conflicts, or bits that depend on how tensor cores truncate.
+// It finds wrong addresses, wrong fragments, missing waits, barriers that not all reach, and wrong results.
+// It knows nothing of time, memory order, bank conflicts, or bits that depend on how tensor cores truncate.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -44,7 +44,8 @@ void wait_until(const Ready& ready) {
 // any of them said so.
 bool meet(int name, int threads, bool any = false);
 
-// All lanes of the warp meet; then complete(context of a lane, arguments of all, nullptr of lanes that ended).
+// All lanes of the warp meet; then complete(context of a lane, arguments of all, nullptr of lanes that
+// ended).
 void meet_warp(void* arguments, void (*complete)(const void*, void* const*), const void* context);
 
 template <class Arguments, class Compute>
@@ -139,15 +140,25 @@ cudaError_t cudaFuncSetAttribute(void (*)(Parameters...), cudaFuncAttribute, int
     return cudaSuccess;
 }
 
-inline uint32_t __float_as_uint(float x) { return reinterpret_cast<uint32_t&>(x); }
-inline float __uint_as_float(uint32_t x) { return reinterpret_cast<float&>(x); }
-inline float __int_as_float(int x) { return reinterpret_cast<float&>(x); }
+inline uint32_t __float_as_uint(float x) {
+    return reinterpret_cast<uint32_t&>(x);
+}
+inline float __uint_as_float(uint32_t x) {
+    return reinterpret_cast<float&>(x);
+}
+inline float __int_as_float(int x) {
+    return reinterpret_cast<float&>(x);
+}
 inline float __fmul_rn(float a, float b) {
     volatile float product = a * b;  // never part of a fused multiply-add
     return product;
 }
-inline float __fdividef(float a, float b) { return a / b; }
-inline void atomicOr(uint32_t* address, uint32_t x) { *address |= x; }
+inline float __fdividef(float a, float b) {
+    return a / b;
+}
+inline void atomicOr(uint32_t* address, uint32_t x) {
+    *address |= x;
+}
 template <class T>
 T __ldcg(const T* address) {
     return *address;
@@ -156,12 +167,20 @@ template <class T>
 void __stcg(T* address, T x) {
     *address = x;
 }
-inline void __nanosleep(unsigned) { emulator::fail("a block waits for one that has not run"); }
+inline void __nanosleep(unsigned) {
+    emulator::fail("a block waits for one that has not run");
+}
 inline void __threadfence_block() {}
-inline void __trap() { emulator::fail("trap"); }
+inline void __trap() {
+    emulator::fail("trap");
+}
 
-inline void __syncthreads() { emulator::meet(0, 0); }
-inline int __syncthreads_or(int any) { return emulator::meet(0, 0, any); }
+inline void __syncthreads() {
+    emulator::meet(0, 0);
+}
+inline int __syncthreads_or(int any) {
+    return emulator::meet(0, 0, any);
+}
 inline void __syncwarp() {
     int nothing = 0;
     emulator::with_warp(nothing, [](int* const*) {});

@@ -21,8 +21,12 @@ void run_emulated(const Problem& problem) {
 
 }  // namespace
 
-void execute(const ForwardProblem& problem, const torch::stable::Tensor&) { run_emulated(problem); }
-void execute(const BackwardProblem& problem, const torch::stable::Tensor&) { run_emulated(problem); }
+void execute(const ForwardProblem& problem, const torch::stable::Tensor&) {
+    run_emulated(problem);
+}
+void execute(const BackwardProblem& problem, const torch::stable::Tensor&) {
+    run_emulated(problem);
+}
 void execute(const MaskPacking& packing, const torch::stable::Tensor&) {
     cuda::mask_packer(packing, {cuda::devices().found.at(0), nullptr, nullptr});
 }

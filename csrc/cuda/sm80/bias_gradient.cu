@@ -1,5 +1,5 @@
-// One row of the kernel table and one element type; every backward of that type launches it where a bias' gradient
-// is wanted.
+// One row of the kernel table and one element type; every backward of that type launches it where a bias'
+// gradient is wanted.
 #include "bias_gradient.cuh"
 
 #include "../launch.h"
@@ -16,7 +16,8 @@ static_assert(sizeof(Shared) <= 99 * 1024);  // so that every chip can hold one 
 __global__ void __launch_bounds__(kConfiguration.warps * 32)
     bias_gradient(const __grid_constant__ BackwardProblem problem, const __grid_constant__ BiasTiles tiles) {
     extern __shared__ __align__(128) char memory[];
-    BiasGradientTile<kDType, kConfiguration>(problem, *reinterpret_cast<Shared*>(memory), tiles, blockIdx.x).run();
+    BiasGradientTile<kDType, kConfiguration>(problem, *reinterpret_cast<Shared*>(memory), tiles, blockIdx.x)
+        .run();
 }
 
 }  // namespace

@@ -1,8 +1,8 @@
 // The gradient of a bias: dS, before the derivative of what came between dot product and score, summed over
-// what the bias is shared by. A block owns a tile of the bias and visits every batch entry, head and, where rows
-// share the bias, tile of queries that read it, one after the other: sums are registers, their order is fixed,
-// and nothing of the size of the score matrix is stored. S and dP are computed once more, over the head dim in
-// chunks, so that one kernel serves all head dims.
+// what the bias is shared by. A block owns a tile of the bias and visits every batch entry, head and, where
+// rows share the bias, tile of queries that read it, one after the other: sums are registers, their order is
+// fixed, and nothing of the size of the score matrix is stored. S and dP are computed once more, over the
+// head dim in chunks, so that one kernel serves all head dims.
 #pragma once
 
 #include "loader.cuh"
@@ -83,22 +83,23 @@ class BiasGradientTile {
     __device__ __forceinline__ static int row() { return int(threadIdx.x) / 64 * (c.query_tile / 2); }
     __device__ __forceinline__ static int column() { return int(threadIdx.x) / 32 % 2 * (c.key_tile / 2); }
 
-    __device__ __forceinline__ void add(int64_t batch, int64_t head, const Sequence& sequence, const Mask& mask,
-                                        Position query) {
+    __device__ __forceinline__ void add(int64_t batch, int64_t head, const Sequence& sequence,
+                                        const Mask& mask, Position query) {
         const ForwardProblem& problem = problem_.forward;
         const Interval queries = intersection({query, query + c.query_tile}, {0, sequence.seqlen_q});
-        const Interval seen = intersection(
-            {mask.keys_of(queries.begin).begin, mask.keys_of(queries.end - 1).end}, {key_, key_ + c.key_tile});
+        const Interval seen =
+            intersection({mask.keys_of(queries.begin).begin, mask.keys_of(queries.end - 1).end},
+                         {key_, key_ + c.key_tile});
         if (seen.empty()) return;
         const int64_t key_head = head / (problem.heads_q / problem.heads_k);
         Scores s, dp;
         s.clear();
         dp.clear();
         load_statistics(batch, head, queries);
-        multiply(s, problem.q, problem.k, batch, head, key_head, problem.head_dim, query, queries, seen, shared_.q,
-                 shared_.k);
-        multiply(dp, problem_.dout, problem.v, batch, head, key_head, problem.head_dim_v, query, queries, seen,
-                 shared_.dout, shared_.v);
+        multiply(s, problem.q, problem.k, batch, head, key_head, problem.head_dim, query, queries, seen,
+                 shared_.q, shared_.k);
+        multiply(dp, problem_.dout, problem.v, batch, head, key_head, problem.head_dim_v, query, queries,
+                 seen, shared_.dout, shared_.v);
         RowConstants<Scores::rows> constants;
         constants.template load<Scores>(shared_.lse + row(), shared_.delta + row());
         const ScoreTransform<GpuMath> transform(problem, batch, head);
@@ -133,11 +134,12 @@ class BiasGradientTile {
     }
 
     // d += A B^T, over the head dim in chunks. Barriers: on return everybody sees lse and delta, too.
-    __device__ __forceinline__ void multiply(Scores& d, const TensorView& a, const TensorView& b, int64_t batch,
-                                             int64_t head, int64_t key_head, int64_t head_dim, Position query,
-                                             Interval queries, Interval keys, char* a_tile,
+    __device__ __forceinline__ void multiply(Scores& d, const TensorView& a, const TensorView& b,
+                                             int64_t batch, int64_t head, int64_t key_head, int64_t head_dim,
+                                             Position query, Interval queries, Interval keys, char* a_tile,
                                              char* b_tile) const {
-        HeadRows<const Bits<dtype>> rows(a, batch, 0, head, head_dim), columns(b, batch, 0, key_head, head_dim);
+        HeadRows<const Bits<dtype>> rows(a, batch, 0, head, head_dim),
+            columns(b, batch, 0, key_head, head_dim);
         for (int left = int(head_dim); left > 0; left -= Shared::chunk) {
             rows.head_dim = columns.head_dim = left < Shared::chunk ? left : Shared::chunk;
             load_tile<threads, QueryTile>(shared_address(a_tile), rows, query, queries);

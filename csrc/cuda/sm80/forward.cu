@@ -81,6 +81,7 @@ extern constinit const ForwardKernel FLASH_KERNEL_SYMBOL{
     sm80::kConfiguration.key_tile,
     FLASH_FROM_KEYS,
     sm80::kConfiguration.blocks,
+    sm80::kConfiguration.bias,
     sm80::kSharedBytes,
     sm80::workspace_bytes,
     sm80::launch,

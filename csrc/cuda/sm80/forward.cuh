@@ -27,7 +27,7 @@
 namespace flash::cuda::sm80 {
 
 struct ForwardConfiguration {
-    int head_dim, query_tile, key_tile, warps, blocks, columns, retries;
+    int head_dim, query_tile, key_tile, warps, blocks, columns, bias, retries;
 };
 
 template <DType dtype, ForwardConfiguration c>
@@ -244,6 +244,10 @@ class ForwardTile {
     }
 
     __device__ __forceinline__ void mask(Scores& s, Position key, Interval seen) const {
+        if (shared_.plan.warp().run.partial && shared_.plan.addend.visible)
+            shared_.plan.addend.template each_hidden<Scores>(
+                shared_.plan.tile.first + warp_row(), key + warp_key(),
+                [&](int r, int column) { s.at(r, column) = OnlineSoftmax<GpuMath>::minus_infinity(); });
 #pragma unroll
         for (int r = 0; r < Scores::rows; ++r) {
             const Interval keys = intersection(shared_.plan.visible(query(r)), seen);
@@ -254,17 +258,13 @@ class ForwardTile {
                 if (j < begin || j >= end) s.at(r, column) = OnlineSoftmax<GpuMath>::minus_infinity();
             }
         }
-        if (shared_.plan.warp().run.partial && shared_.plan.addend.visible)
-            shared_.plan.addend.template each_hidden<Scores>(
-                shared_.plan.tile.first + warp_row(), key + warp_key(),
-                [&](int r, int column) { s.at(r, column) = OnlineSoftmax<GpuMath>::minus_infinity(); });
     }
 
     __device__ __forceinline__ bool has_bias() const {
-        return features == Features::all && shared_.plan.addend.bias;
+        return c.bias && features == Features::all && shared_.plan.addend.bias;
     }
     __device__ __forceinline__ bool has_dropout() const {
-        return features == Features::all && problem_.dropout_threshold;
+        return features == Features::all && (!c.bias || problem_.dropout_threshold);
     }
 
     __device__ __forceinline__ float unit() const { return optimistic ? score_unit_ : 1.f; }

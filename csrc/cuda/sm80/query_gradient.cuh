@@ -117,9 +117,9 @@ class QueryGradientTile {
         RowConstants<Scores::rows> constants;
         constants.template load<Scores>(shared_.lse + warp_row(), shared_.delta + warp_row());
         const Position query = plan.tile.first + warp_row();
-        differentiate<features>(s, ds, constants, plan.transform, plan.dropout, plan.addend,
-                                {query, part.first, plan.mask.diagonal(),
-                                 problem_.forward.dropout_threshold != 0});
+        differentiate<features>(
+            s, ds, constants, plan.transform, plan.dropout, plan.addend,
+            {query, part.first, plan.mask.diagonal(), problem_.forward.dropout_threshold != 0});
         if (part.masked) mask(ds, part, query, bad);
         if (part.partial && plan.addend.visible)
             plan.addend.template each_hidden<Scores>(query, part.first,

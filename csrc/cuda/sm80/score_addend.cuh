@@ -1,5 +1,5 @@
-// A bias and the bits of an element mask as a warp meets them: at the scores that its fragment covers. They are
-// read from device memory where they are needed; a tile's are read once by each warp.
+// A bias and the bits of an element mask as a warp meets them: at the scores that its fragment covers. They
+// are read from device memory where they are needed; a tile's are read once by each warp.
 #pragma once
 
 #include "../../attention/score_matrix.h"
@@ -15,29 +15,30 @@ __device__ __forceinline__ void end_block(bool never) {
     if (never) __trap();
 }
 
-// Of one head. Positions outside the matrix read its last row, and of the bias its last column: what lies there
-// is masked anyway.
+// Of one head. Positions outside the matrix read its last row, and of the bias its last column: what lies
+// there is masked anyway.
 template <DType dtype>
 struct ScoreAddend {
     using Element = ElementOf<dtype>;
 
     const typename Element::Bits* bias;  // row 0; nullptr: none
     const uint32_t* visible;             // row 0; nullptr: all
-    int64_t bias_stride, visible_stride;
+    int bias_stride, visible_stride;     // of rows: a row has fewer than 2^30 keys
     Position last_query, last_key;
 
     ScoreAddend() = default;
     __device__ ScoreAddend(const ForwardProblem& problem, int64_t batch, int64_t head)
-        : bias(problem.bias.data ? row_of<const typename Element::Bits>(problem.bias, batch, head, 0) : nullptr),
+        : bias(problem.bias.data ? row_of<const typename Element::Bits>(problem.bias, batch, head, 0)
+                                 : nullptr),
           visible(problem.visible.data ? row_of<const uint32_t>(problem.visible, batch, head, 0) : nullptr),
-          bias_stride(problem.bias.row_stride),
-          visible_stride(problem.visible.row_stride),
+          bias_stride(int(problem.bias.row_stride)),
+          visible_stride(int(problem.visible.row_stride)),
           last_query(Position(problem.seqlen_q) - 1),
           last_key(Position(problem.seqlen_k) - 1) {}
 
     // In the unit of the scores; -inf hides one.
     __device__ __forceinline__ float bias_of(Position query, Position key) const {
-        const auto* row = bias + min(query, last_query) * bias_stride;
+        const auto* row = bias + int64_t(min(query, last_query)) * bias_stride;
         return Element::to_float(row[min(key, last_key)]) * float(GpuMath::unit);
     }
 
@@ -53,7 +54,8 @@ struct ScoreAddend {
 #pragma unroll
         for (int r = 0; r < Scores::rows; ++r) {
             // Opaque: addresses that are kept from tile to tile would be registers.
-            const auto* row = bias + min(int(opaque(query)) + Scores::row(r), last_query) * bias_stride;
+            const auto* row =
+                bias + int64_t(min(int(opaque(query)) + Scores::row(r), last_query)) * bias_stride;
             const int first = int(opaque(key)) + Scores::column(0);
 #pragma unroll
             for (int column = 0; column < Scores::columns; ++column) {
@@ -73,7 +75,7 @@ struct ScoreAddend {
 #pragma unroll
         for (int r = 0; r < Scores::rows; ++r) {
             const int row = min(int(opaque(query)) + Scores::row(r), last_query);
-            const uint32_t* words = visible + row * visible_stride + key / 32;
+            const uint32_t* words = visible + int64_t(row) * visible_stride + key / 32;
 #pragma unroll
             for (int n = 0; n < Scores::column_tiles; n += in_word) {
                 const uint32_t bits = words[n / 4] >> (key % 32 + lane_index() % 4 * 2);

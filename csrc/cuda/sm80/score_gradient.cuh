@@ -10,8 +10,8 @@
 
 namespace flash::cuda::sm80 {
 
-// What a score goes through besides the scale; the scale alone has to be positive. Kernels for dropout or a bias
-// (all) ask at run time which there are.
+// What a score goes through besides the scale; the scale alone has to be positive. Kernels for dropout or a
+// bias (all) ask at run time which there are.
 enum class Features { none, transformed, all };
 
 FLASH_HOST_DEVICE Features features_of(const ForwardProblem& problem) {
@@ -98,8 +98,7 @@ __device__ __forceinline__ void differentiate(Scores& s, Scores& dp, const RowCo
                 if (drop) probability = kept >> i & 1 ? probability * keep_scale : 0;
                 s.at(r, column) = hidden ? 0 : probability;
             }
-            if constexpr (features == Features::all)
-                end_block(part.first_query < 0);
+            if constexpr (features == Features::all) end_block(part.first_query < 0);
         }
 }
 

@@ -2,7 +2,9 @@
 
 namespace flash::cuda {
 
-inline void add_release(uint32_t* counter, uint32_t x) { *counter += x; }
+inline void add_release(uint32_t* counter, uint32_t x) {
+    *counter += x;
+}
 
 inline uint32_t add_acquire_release(uint32_t* counter, uint32_t x) {
     const uint32_t before = *counter;
@@ -10,6 +12,8 @@ inline uint32_t add_acquire_release(uint32_t* counter, uint32_t x) {
     return before;
 }
 
-inline uint32_t load_acquire(const uint32_t* counter) { return *counter; }
+inline uint32_t load_acquire(const uint32_t* counter) {
+    return *counter;
+}
 
 }  // namespace flash::cuda

@@ -13,19 +13,27 @@ inline void cp_async(uint32_t shared, const void* global, int bytes, bool valid)
     });
 }
 
-inline void cp_async_16(uint32_t shared, const void* global) { cp_async(shared, global, 16, true); }
+inline void cp_async_16(uint32_t shared, const void* global) {
+    cp_async(shared, global, 16, true);
+}
 inline void cp_async_16(uint32_t shared, const void* global, bool valid) {
     cp_async(shared, global, 16, valid);
 }
-inline void cp_async_4(uint32_t shared, const void* global, bool valid) { cp_async(shared, global, 4, valid); }
+inline void cp_async_4(uint32_t shared, const void* global, bool valid) {
+    cp_async(shared, global, 4, valid);
+}
 
-inline void cp_async_commit() { emulator::end_group(); }
+inline void cp_async_commit() {
+    emulator::end_group();
+}
 
 template <int pending>
 void cp_async_wait() {
     emulator::wait_for_groups(pending);
 }
 
-inline void cp_async_wait_all() { emulator::wait_for_all(); }
+inline void cp_async_wait_all() {
+    emulator::wait_for_all();
+}
 
 }  // namespace flash::cuda

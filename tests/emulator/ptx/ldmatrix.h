@@ -25,7 +25,11 @@ void ldmatrix(uint32_t (&r)[4], uint32_t address) {
     });
 }
 
-inline void ldmatrix_x4(uint32_t (&r)[4], uint32_t address) { ldmatrix<false>(r, address); }
-inline void ldmatrix_x4_transposed(uint32_t (&r)[4], uint32_t address) { ldmatrix<true>(r, address); }
+inline void ldmatrix_x4(uint32_t (&r)[4], uint32_t address) {
+    ldmatrix<false>(r, address);
+}
+inline void ldmatrix_x4_transposed(uint32_t (&r)[4], uint32_t address) {
+    ldmatrix<true>(r, address);
+}
 
 }  // namespace flash::cuda

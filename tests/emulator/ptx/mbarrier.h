@@ -10,7 +10,9 @@ inline void mbarrier_init(uint32_t barrier, int arrivals) {
     *mbarrier_at(barrier) = {int16_t(arrivals), int16_t(arrivals), 0, 0};
 }
 
-inline void mbarrier_arrive(uint32_t barrier) { mbarrier_at(barrier)->arrive(); }
+inline void mbarrier_arrive(uint32_t barrier) {
+    mbarrier_at(barrier)->arrive();
+}
 
 constexpr int kWarpArrivals = 1;
 
