@@ -33,7 +33,7 @@ REWRITTEN = {
 }
 
 
-def copy_sources(folder):
+def copy_sources(folder, rewritten):
     """csrc/ with the emulator's PTX wrappers and launch; files that don't change keep their time."""
     source, copy = ROOT / "csrc", folder / "csrc"
     replaced = {source / "cuda/ptx" / path.name: path for path in (ROOT / "tests/emulator/ptx").glob("*.h")}
@@ -44,7 +44,7 @@ def copy_sources(folder):
         if path.parent.name == "ptx" and path not in replaced:
             raise SystemExit(f"{path}: tests/emulator/ptx has no {path.name}")
         text = replaced.get(path, path).read_text()
-        for pattern, replacement in REWRITTEN.items():
+        for pattern, replacement in rewritten.items():
             text = re.sub(pattern, replacement, text, flags=re.DOTALL)
         write(copy / path.relative_to(source), text)
     return copy
@@ -116,13 +116,14 @@ def compile_unit(folder, name, command):
     return object_file
 
 
-def build(folder, names):
+def build(folder, names, rewritten=REWRITTEN):
+    """The module's path. rewritten: {pattern: replacement} of what changes in csrc/."""
     import sysconfig
 
     import torch
 
     folder = Path(folder).absolute()
-    copy_sources(folder)
+    copy_sources(folder, rewritten)
     with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS", os.cpu_count()))) as pool:
         objects = list(pool.map(lambda unit: compile_unit(folder, *unit), units(folder, names)))
     package = folder / "flash_attn"

@@ -1,0 +1,128 @@
+"""What test_emulator.py runs on emulated kernels: small problems that meet each kernel of the table with what
+it can do. The inputs of `pytest tests`, which run on real engines, are many times as many."""
+
+import dataclasses
+
+import pytest
+import torch
+
+import flash_attn
+import reference
+from acceptance import Expected
+from attention_case import Case, check_empty_rows
+
+HALF, SINGLE = torch.bfloat16, torch.float32
+FEATURES = {
+    "plain": {},
+    "causal": {"causal": True, "num_heads_k": 1},
+    "window": {"window_size": (40, 9)},
+    "softcap": {"softcap": 2.0, "alibi": "batch", "head_dim_v": 40},
+    "dropout": {"causal": True, "alibi": "heads", "dropout_p": 0.2},
+    "packed": {"cu_seqlens_q": (0, 70, 70, 203), "cu_seqlens_k": (0, 10, 60, 260), "tail": 3, "causal": True},
+}
+
+
+def case(dtype, head_dim, seqlen_q=150, seqlen_k=200, **features):
+    return Case(dtype, 1, seqlen_q, seqlen_k, **{"num_heads": 2, "num_heads_k": 2, "head_dim": head_dim, **features})
+
+
+@pytest.mark.parametrize("features", FEATURES)
+@pytest.mark.parametrize("dtype,head_dim", [(HALF, 64), (HALF, 72), (HALF, 128), (HALF, 192), (HALF, 256),
+                                            (SINGLE, 64), (SINGLE, 200)])
+def test_forward_and_backward(dtype, head_dim, features):
+    given = case(dtype, head_dim, **FEATURES[features])
+    given.check(given.draw(), given.draw_dlse())
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_deterministic(head_dim):
+    given = case(HALF, head_dim, causal=True)
+    first, again = (given.run(deterministic=True) for _ in range(2))
+    given.check(actual=first)
+    for field in dataclasses.fields(first):
+        assert torch.equal(getattr(first, field.name), getattr(again, field.name)), field.name
+
+
+def test_keys_of_many_tiles():
+    """So many that the kernels for long sequences are taken."""
+    given = case(HALF, 64, seqlen_q=130, seqlen_k=1100, causal=True)
+    given.check()
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("features", [{}, {"causal": True, "dropout_p": 0.2, "num_heads_k": 1}], ids=str)
+def test_masks_and_biases(features, head_dim):
+    given = case(HALF, head_dim, 150, 300, **features)
+    mask = torch.rand(1, 2, 150, 300) < 0.7
+    mask[..., 128:256] = True  # blocks without a hidden element
+    mask[:, :, 100:110] = False
+    bias = torch.randn(1, 1, 150, 300).masked_fill(torch.rand(150, 300) < 0.1, -torch.inf).to(HALF)
+    for options in ({"attn_mask": mask}, {"attn_bias": bias}, {"attn_mask": mask, "attn_bias": bias}):
+        inputs, dlse = given.draw(), given.draw_dlse()
+        attend = given.attend(options.get("attn_mask"), options.get("attn_bias"))
+        expected = Expected(attend, *inputs, dlse)
+        actual = given.run(inputs, dlse, **options)
+        expected.check(**vars(actual))
+        check_empty_rows(actual, expected.exact.lse)
+
+
+@pytest.mark.parametrize("shape", [(1, 2, 150, 300), (1, 1, 1, 300)])
+def test_gradient_of_a_bias(shape):
+    given = case(HALF, 64, 150, 300)
+    q, k, v, dout = given.draw()
+    bias = torch.randn(shape).to(HALF)
+    leaf = bias.clone().requires_grad_()
+    flash_attn.flash_attn_func(q, k, v, attn_bias=leaf).backward(dout)
+    exact = bias.double().requires_grad_()
+    given.attend()(q.double(), k.double(), v.double(), attn_bias=exact)[0].backward(dout.double())
+    torch.testing.assert_close(leaf.grad.double(), exact.grad, rtol=2e-2, atol=2e-2 * float(exact.grad.abs().max()))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_block_sparse(head_dim):
+    given = case(HALF, head_dim, 256, 300)
+    block_map = torch.rand(1, 2, 4, 5) < 0.5
+    mask = flash_attn.BlockSparseMask.from_block_map(block_map, 64)
+    q, k, v, dout = given.draw()
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out, lse, _ = flash_attn.flash_attn_block_sparse_func(*leaves, mask, return_attn_probs=True)
+    gradients = torch.autograd.grad(out, leaves, dout)
+    visible = reference.expand_block_map(block_map, (64, 64), 256, 300)
+    expected = Expected(given.attend(visible), *(x.detach() for x in leaves), dout)
+    expected.check(out=out.detach(), lse=lse, **dict(zip(("dq", "dk", "dv"), gradients, strict=True)))
+
+
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_paged_cache(num_splits):
+    """What lies in no sequence's pages is never read."""
+    k, v = (torch.full((12, 64, 2, 64), torch.nan, dtype=HALF) for _ in range(2))
+    table = torch.tensor([[3, 0, 7, 5], [9, 2, 11, 4]], dtype=torch.int32)
+    lengths = torch.tensor([201, 77], dtype=torch.int32)
+    dense = torch.randn(2, 2, 256, 2, 64).to(HALF)  # keys, values
+    for cache, filled in zip((k, v), dense, strict=True):
+        for sequence in range(2):
+            for position in range(int(lengths[sequence])):
+                cache[table[sequence, position // 64], position % 64] = filled[sequence, position]
+    q = torch.randn(2, 5, 4, 64).to(HALF)
+    out, lse = flash_attn.flash_attn_with_kvcache(
+        q, k, v, cache_seqlens=lengths, block_table=table, causal=True, num_splits=num_splits,
+        return_softmax_lse=True)
+    for sequence, length in enumerate(lengths.tolist()):
+        alone = Case(HALF, 1, 5, length, 4, 2, 64, causal=True)
+        Expected(alone.attend(), q[sequence, None], dense[0, sequence, None, :length],
+                 dense[1, sequence, None, :length]).check(out=out[sequence, None], lse=lse[sequence, None])
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_what_is_not_finite_stays_where_it_is_seen(value):
+    """NaN in keys, values and gradients behind the diagonal: bitwise as with zeros there."""
+    given = case(HALF, 64, 150, 200, causal=True)
+    results = []
+    for filled in (0.0, value):
+        q, k, v, dout = given.draw()
+        for x in (k, v):
+            x[:, 150:] = filled
+        results.append(given.run((q, k, v, dout)))
+    clean, dirty = results
+    assert torch.equal(dirty.out[:, :100], clean.out[:, :100]) and torch.equal(dirty.dq[:, :100], clean.dq[:, :100])
+    assert dirty.out[:, 100:].isnan().all()

@@ -1,0 +1,46 @@
+"""The CUDA kernels, without a GPU: compiled by the host's compiler and run by tests/emulator/."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parent / "emulator"
+sys.path.insert(0, str(FOLDER))
+
+import build  # noqa: E402  (found on the path set just above)
+
+# All of a dtype and, of the rest, what the cases ask for.
+KERNELS = ["bfloat16", "float32_d64", "float32_d256", "bias_gradient_float32"]
+
+pytestmark = pytest.mark.skipif(
+    not shutil.which("g++") or not shutil.which("nvcc"), reason="needs g++ and the CUDA toolkit's headers")
+
+
+def run_cases(package, *options):
+    """(exit status, what pytest said) of emulator/cases.py with the package."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", FOLDER / "cases.py", *options]
+    done = subprocess.run(list(map(str, command)), cwd=package, text=True, stdout=subprocess.PIPE,
+                          stderr=subprocess.STDOUT, env={**os.environ, "PYTHONPATH": str(package)})
+    return done.returncode, done.stdout
+
+
+def test_kernels(tmp_path):
+    build.build(tmp_path, KERNELS)
+    status, said = run_cases(tmp_path)
+    assert status == 0, said[-10000:]
+    assert int(re.search(r"(\d+) passed", said)[1]) >= 50 and "skipped" not in said
+
+
+def test_a_wrong_kernel_is_noticed(tmp_path):
+    """Without the wait for the copies of a tile."""
+    wait = "mbarrier_wait(of_tile(shared_.full, tile), tile / kStages % 2);"
+    assert wait in (FOLDER.parents[1] / "csrc/cuda/sm80/key_stages.cuh").read_text()
+    build.build(tmp_path, ["bfloat16_d64", "bias_gradient_bfloat16"],
+                {**build.REWRITTEN, re.escape(wait): ""})
+    status, said = run_cases(tmp_path, "-k", "test_forward_and_backward and 64-plain and dtype0")
+    assert status == 1 and "inaccurate" in said
