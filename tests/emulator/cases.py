@@ -23,7 +23,8 @@ FEATURES = {
 
 
 def case(dtype, head_dim, seqlen_q=150, seqlen_k=200, **features):
-    return Case(dtype, 1, seqlen_q, seqlen_k, **{"num_heads": 2, "num_heads_k": 2, "head_dim": head_dim, **features})
+    options = {"num_heads": 2, "num_heads_k": 2, "head_dim": head_dim, **features}
+    return Case(dtype, 1, seqlen_q, seqlen_k, **options)
 
 
 @pytest.mark.parametrize("features", FEATURES)
@@ -75,7 +76,8 @@ def test_gradient_of_a_bias(shape):
     flash_attn.flash_attn_func(q, k, v, attn_bias=leaf).backward(dout)
     exact = bias.double().requires_grad_()
     given.attend()(q.double(), k.double(), v.double(), attn_bias=exact)[0].backward(dout.double())
-    torch.testing.assert_close(leaf.grad.double(), exact.grad, rtol=2e-2, atol=2e-2 * float(exact.grad.abs().max()))
+    largest = float(exact.grad.abs().max())
+    torch.testing.assert_close(leaf.grad.double(), exact.grad, rtol=2e-2, atol=2e-2 * largest)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -124,5 +126,6 @@ def test_what_is_not_finite_stays_where_it_is_seen(value):
             x[:, 150:] = filled
         results.append(given.run((q, k, v, dout)))
     clean, dirty = results
-    assert torch.equal(dirty.out[:, :100], clean.out[:, :100]) and torch.equal(dirty.dq[:, :100], clean.dq[:, :100])
+    for name in ("out", "dq"):
+        assert torch.equal(getattr(dirty, name)[:, :100], getattr(clean, name)[:, :100]), name
     assert dirty.out[:, 100:].isnan().all()
