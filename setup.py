@@ -138,20 +138,27 @@ class BuildExtension(build_ext):
         self.keep_logs(kernels)
         self.link([unit.object for unit in units], Path(self.get_ext_fullpath(ext.name)))
 
+    def rows(self):
+        """Those of the kernel table that the chosen architectures can run."""
+        chosen = {architecture.capability for architecture in self.architectures}
+        return [row for row in ROWS if chosen and (row.capability is None or row.capability in chosen)]
+
     def cuda_units(self):
         """(object name, command) of every kernel of the table and of the files that no row is needed for."""
         if not self.architectures:
             return
         gencode = [flag for architecture in self.architectures for flag in architecture.flags()]
-        nvcc = [self.toolkit.nvcc, *CUDA_FLAGS, *self.toolkit.smallest, *gencode]
+        nvcc = [self.toolkit.nvcc, *CUDA_FLAGS, *self.toolkit.smallest]
         if os.environ.get("FLASH_ATTN_RACECHECK") == "1":
             nvcc.append("-DFLASH_EVERY_LANE_ARRIVES")
-        for row in sorted(ROWS, key=lambda row: (row.kernel, -row.configuration.head_dim)):
+        for row in sorted(self.rows(), key=lambda row: (row.kernel, -row.configuration.head_dim)):
             for dtype in row.dtypes:
                 macros = self.folder / f"{row.symbol(dtype)}.h"
                 write(macros, "".join(f"#define {name} {text}\n" for name, text in row.macros(dtype).items()))
                 source = ROOT / "csrc" / "cuda" / row.engine / f"{row.kernel}.cu"
-                yield row.symbol(dtype), [*nvcc, "-include", str(macros), "-c", str(source)]
+                flags = toolkit.only(row.capability) if row.capability else gencode
+                yield row.symbol(dtype), [*nvcc, *flags, "-include", str(macros), "-c", str(source)]
+        nvcc += gencode
         for source in sorted((ROOT / "csrc" / "cuda" / "any").glob("*.cu")):
             yield f"any_{source.stem}", [*nvcc, "-c", str(source)]
 
@@ -176,7 +183,7 @@ class BuildExtension(build_ext):
 
     def registry(self):
         """The kernels that were compiled, in the table's order (csrc/cuda/kernel.h)."""
-        compiled = [(row, dtype) for row in ROWS for dtype in row.dtypes] if self.architectures else []
+        compiled = [(row, dtype) for row in self.rows() for dtype in row.dtypes]
         text = f'#include "{ROOT / "csrc/cuda/kernel.h"}"\n\nnamespace flash::cuda {{\n\n'
         for kind in ("Forward", "Backward"):
             symbols = [row.symbol(dtype) for row, dtype in compiled if row.kernel == kind.lower()]

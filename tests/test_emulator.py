@@ -15,17 +15,17 @@ sys.path.insert(0, str(FOLDER))
 import build  # noqa: E402  (found on the path set just above)
 
 # All of a dtype and, of the rest, what the cases ask for.
-KERNELS = ["bfloat16", "float32_d64", "float32_d256", "bias_gradient_float32"]
+KERNELS = ["bfloat16", "float16_d64", "float16_d256", "float32_d64", "float32_d256", "bias_gradient"]
 
 pytestmark = pytest.mark.skipif(
     not shutil.which("g++") or not shutil.which("nvcc"), reason="needs g++ and the CUDA toolkit's headers")
 
 
-def run_cases(package, *options):
+def run_cases(package, *options, **environment):
     """(exit status, what pytest said) of emulator/cases.py with the package."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", FOLDER / "cases.py", *options]
     done = subprocess.run(list(map(str, command)), cwd=package, text=True, stdout=subprocess.PIPE,
-                          stderr=subprocess.STDOUT, env={**os.environ, "PYTHONPATH": str(package)})
+                          stderr=subprocess.STDOUT, env={**os.environ, "PYTHONPATH": str(package), **environment})
     return done.returncode, done.stdout
 
 
@@ -34,13 +34,17 @@ def test_kernels(tmp_path):
     status, said = run_cases(tmp_path)
     assert status == 0, said[-10000:]
     assert int(re.search(r"(\d+) passed", said)[1]) >= 50 and "skipped" not in said
+    # What Hopper has kernels of its own for.
+    status, said = run_cases(tmp_path, "-k", "forward_and_backward or grow or finite", FLASH_ATTN_SM90="1")
+    assert status == 0, said[-10000:]
 
 
 def test_a_wrong_kernel_is_noticed(tmp_path):
     """Without the wait for the copies of a tile."""
     wait = "mbarrier_wait(of_tile(shared_.full, tile), tile / kStages % 2);"
     assert wait in (FOLDER.parents[1] / "csrc/cuda/sm80/key_stages.cuh").read_text()
-    build.build(tmp_path, ["bfloat16_d64", "bias_gradient_bfloat16"],
+    build.build(tmp_path, ["sm80_forward_bfloat16_d64", "sm80_backward_bfloat16_d64",
+                           "query_gradient_bfloat16_d64", "bias_gradient_bfloat16"],
                 {**build.REWRITTEN, re.escape(wait): ""})
     status, said = run_cases(tmp_path, "-k", "test_forward_and_backward and 64-plain and dtype0")
     assert status == 1 and "inaccurate" in said

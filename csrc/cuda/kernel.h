@@ -35,6 +35,9 @@ struct ForwardKernel {
     // splits > 1: that many blocks share the keys of a query tile, and combine adds them up.
     int64_t (*workspace_bytes)(const ForwardProblem& problem, int splits);
     void (*launch)(const ForwardProblem& problem, int splits, const Launch& launch);
+    int capability = 0;  // of the only chips that run it; 0: all
+    // Why it doesn't take a problem whose type and sizes suit it, or nullptr; nullptr: it takes all.
+    const char* (*why_not)(const ForwardProblem& problem, const Device& device) = nullptr;
 };
 
 struct BackwardKernel {

@@ -27,6 +27,25 @@ class Forward:
 
 
 @dataclass(frozen=True)
+class HopperForward:
+    """Fields and order of csrc/cuda/sm90/forward_plan.cuh's configuration."""
+
+    head_dim: int
+    key_tile: int
+    warpgroups: int  # that compute, 64 queries each
+    stages: int  # tiles of keys, and of values, in flight
+    query_buffers: int
+
+    @property
+    def query_tile(self):
+        return 64 * self.warpgroups
+
+    @property
+    def blocks(self):
+        return 1
+
+
+@dataclass(frozen=True)
 class Backward:
     """Fields and order of csrc/cuda/sm80/backward.cuh's configuration."""
 
@@ -72,6 +91,11 @@ class Row:
     configuration: object
     from_keys: int = 0  # if queries see fewer, the next row takes them
 
+    @property
+    def capability(self):
+        """Of the only chips whose machine code it is made of; None: all that are compiled for."""
+        return {"sm90": 90}.get(self.engine)
+
     def name(self, dtype):
         c = self.configuration
         stages = f"_s{c.stages}" if hasattr(c, "stages") else ""
@@ -102,6 +126,10 @@ class Row:
 # Later rows of a head dim are for chips with less shared memory (163 KiB a block on 8.0, 99 on 8.6, 8.9 and
 # 12.0) and, in the forward, for biases.
 ROWS = [
+    Row("sm90", "forward", HALVES, HopperForward(64, 128, warpgroups=3, stages=4, query_buffers=2)),
+    Row("sm90", "forward", HALVES, HopperForward(128, 128, warpgroups=2, stages=2, query_buffers=2)),
+    Row("sm90", "forward", HALVES, HopperForward(192, 112, warpgroups=2, stages=2, query_buffers=1)),
+    Row("sm90", "forward", HALVES, HopperForward(256, 80, warpgroups=2, stages=2, query_buffers=1)),
     Row("sm80", "forward", HALVES,
         Forward(64, 128, 128, warps=4, blocks=2, bias=0, retries=1), from_keys=1024),
     Row("sm80", "forward", HALVES, Forward(64, 128, 64, warps=4, blocks=3, retries=1)),

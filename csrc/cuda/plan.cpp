@@ -51,12 +51,15 @@ int64_t keys_for(const BackwardKernel&, const ForwardProblem& problem) {
     return std::min(most_keys(problem), problem.seqlen_k - hidden);
 }
 
-bool takes_bias(const ForwardKernel& kernel) {
-    return kernel.takes_bias;
+// What else a kernel has against a problem, or nullptr.
+const char* objection(const ForwardKernel& kernel, const ForwardProblem& problem, const Device& device) {
+    if (kernel.capability && kernel.capability != device.capability) return "it is for other GPUs";
+    if (problem.bias.data && !kernel.takes_bias) return "its tiles leave no registers for a bias";
+    return kernel.why_not ? kernel.why_not(problem, device) : nullptr;
 }
 
-bool takes_bias(const BackwardKernel&) {
-    return true;
+const char* objection(const BackwardKernel&, const ForwardProblem&, const Device&) {
+    return nullptr;
 }
 
 template <class Kernel>
@@ -82,7 +85,7 @@ const Kernel* first_fit(const Kernel* const* kernels, const ForwardProblem& prob
         const Kernel& kernel = **kernels;
         if (kernel.dtype != problem.dtype || kernel.head_dim < larger_head_dim(problem) ||
             kernel.shared_bytes > device.shared_bytes_per_block || !enough_keys(kernel, problem) ||
-            !blocks_fill_tiles(kernel, problem) || (problem.bias.data && !takes_bias(kernel)))
+            !blocks_fill_tiles(kernel, problem) || objection(kernel, problem, device))
             continue;
         if (first && kernel.head_dim != first->head_dim) break;
         if (all_blocks_fit(kernel, device)) return &kernel;
@@ -121,7 +124,7 @@ std::string reason_of(const Kernel& kernel, const Kernel* chosen, const ForwardP
     if (!enough_keys(kernel, problem))
         return "it is for queries that see " + std::to_string(kernel.from_keys) +
                " keys or more, here they see " + std::to_string(keys_for(kernel, problem));
-    if (problem.bias.data && !takes_bias(kernel)) return "its tiles leave no registers for a bias";
+    if (const char* reason = objection(kernel, problem, device)) return reason;
     if (!blocks_fill_tiles(kernel, problem)) return "its tiles are larger than the map's blocks";
     if (kernel.shared_bytes > device.shared_bytes_per_block)
         return "it needs " + std::to_string(kernel.shared_bytes) + " bytes of shared memory, this GPU has " +
@@ -192,6 +195,7 @@ int splits_of(const ForwardProblem& problem, const ForwardKernel& kernel, const 
     // How many there are depends on the batch, so the bits of a row would.
     if (problem.deterministic) return 1;
     if (problem.cu_seqlens_q || problem.key_blocks.counts || windowed) return 1;
+    if (kernel.capability) return 1;  // Hopper's own take problems that need none
     const int64_t query_tiles = (problem.seqlen_q + kernel.query_tile - 1) / kernel.query_tile;
     const int64_t key_tiles = (problem.seqlen_k + kernel.key_tile - 1) / kernel.key_tile;
     if (problem.splits) return int(std::max<int64_t>(1, std::min({problem.splits, key_tiles, kMostSplits})));

@@ -27,6 +27,11 @@ class Architecture:
         return ["-gencode", f"arch={virtual},code={code}"]
 
 
+def only(capability):
+    """nvcc's flags for instructions that this chip alone has: sm_90a."""
+    return ["-gencode", f"arch=compute_{capability}a,code=sm_{capability}a"]
+
+
 def parse(text):
     """Those of "8.0;9.0+PTX" (TORCH_CUDA_ARCH_LIST's syntax) or "80;90", without any below LOWEST."""
     found = {}

@@ -3,7 +3,7 @@
     python tests/emulator/build.py /tmp/emulated bfloat16_d64 float32_d64
     PYTHONPATH=/tmp/emulated pytest tests/test_emulated_kernels.py
 
-The names choose kernels of csrc/cuda/kernel_table.py: all whose name has a part that is given; what a chosen
+The names choose kernels of csrc/cuda/kernel_table.py: all whose symbol has a part that is given; what a chosen
 kernel calls has to be among them. In the result tensors on the CPU go to the GPU engines. emulator.h says
 what that shows, and what not.
 """
@@ -70,7 +70,7 @@ def units(folder, names):
     cpp = ["g++", *FLAGS, *(f"-isystem{path}" for path in includes)]
     emulated = [*cpp, "-include", str(ROOT / "tests/emulator/emulator.h"), "-DEMULATED_ARCH=900"]
     chosen = [(row, dtype) for row in ROWS for dtype in row.dtypes
-              if any(name in row.name(dtype) for name in names)]
+              if any(name in row.symbol(dtype) for name in names)]
     for row, dtype in chosen:
         macros = folder / f"{row.symbol(dtype)}.h"
         write(macros, "".join(f"#define {name} {text}\n" for name, text in row.macros(dtype).items()))

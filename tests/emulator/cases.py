@@ -115,6 +115,16 @@ def test_paged_cache(num_splits):
                  dense[1, sequence, None, :length]).check(out=out[sequence, None], lse=lse[sequence, None])
 
 
+@pytest.mark.parametrize("dtype", [HALF, torch.float16])
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_scores_that_grow_along_the_keys(head_dim, dtype):
+    """Far above what the first tile of keys has."""
+    given = case(dtype, head_dim, 150, 300, causal=True)
+    q, k, v, _ = given.draw()
+    k[:, 160:] *= 40
+    given.check_forward((q, k, v, None))
+
+
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_what_is_not_finite_stays_where_it_is_seen(value):
     """NaN in keys, values and gradients behind the diagonal: bitwise as with zeros there."""

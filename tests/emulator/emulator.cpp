@@ -29,6 +29,7 @@ struct Fiber {
 };
 
 struct Warp {
+    std::deque<std::function<void()>> work;  // as a thread's
     void* arguments[kLanes];
     int arrived, live;
     uint64_t generation;
@@ -63,7 +64,7 @@ std::vector<Fiber> fibers;
 std::vector<Warp> warps;
 Barrier barriers[16];
 int threads, live, current;
-uint32_t block;
+uint32_t block, grid;
 alignas(1024) char memory[kSharedBytes];
 int64_t memory_used;
 const std::function<void()>* kernel;
@@ -87,10 +88,24 @@ bool has_work(const Fiber& fiber) {
     return false;
 }
 
-void do_first(Fiber& fiber) {
-    const std::function<void()> work = std::move(fiber.work.front());
-    fiber.work.pop_front();
+void do_first(std::deque<std::function<void()>>& queue) {
+    const std::function<void()> work = std::move(queue.front());
+    queue.pop_front();
     if (work) work();
+}
+
+void do_all(std::deque<std::function<void()>>& queue) {
+    for (auto& work : queue)
+        if (work) work(), work = [] {};
+}
+
+void do_groups(std::deque<std::function<void()>>& queue, int pending) {
+    int ends = 0;
+    for (const auto& work : queue) ends += !work;
+    while (ends > pending) {
+        ends -= !queue.front();
+        do_first(queue);
+    }
 }
 
 [[noreturn]] void resume(int index) {
@@ -116,7 +131,7 @@ int next_ready() {
             Fiber& fiber = fibers[(lucky + i) % threads];
             if (!has_work(fiber)) continue;
             while (!fiber.work.front()) fiber.work.pop_front();
-            do_first(fiber);
+            do_first(fiber.work);
             worked = true;
         }
         if (!worked) fail("deadlock: every thread waits");
@@ -141,7 +156,7 @@ void run_block() {
     std::memset(memory, 0xff, kSharedBytes);  // NaN
     std::memset(barriers, 0, sizeof(barriers));
     live = threads;
-    for (Warp& warp : warps) warp = Warp{{}, 0, 0, 0, nullptr, nullptr};
+    for (Warp& warp : warps) warp = Warp{};
     for (int i = 0; i < threads; ++i) {
         Fiber& fiber = fibers[i];
         ++warps[i / kLanes].live;
@@ -170,6 +185,9 @@ uint32_t block_index() {
 }
 uint32_t block_threads() {
     return threads;
+}
+uint32_t grid_blocks() {
+    return grid;
 }
 char* shared_memory() {
     return memory;
@@ -202,6 +220,14 @@ bool meet(int name, int count, bool any) {
     return barrier.result;
 }
 
+void arrive(int name, int count) {
+    Barrier& barrier = barriers[name];
+    if (barrier.arrived && barrier.threads != count) fail("barrier: threads that expect different numbers");
+    barrier.threads = count;
+    ++barrier.arrived;
+    barrier.settle(live);
+}
+
 void meet_warp(void* arguments, void (*complete)(const void*, void* const*), const void* context) {
     Warp& warp = warps[current / kLanes];
     if (warp.arrived && warp.complete != complete) fail("warp: lanes meet at different places");
@@ -218,8 +244,7 @@ void start(std::function<void()> work) {
     Fiber& fiber = fibers[current];
     fiber.work.push_back(std::move(work));
     if (chance(2)) return;
-    for (auto& earlier : fiber.work)
-        if (earlier) earlier(), earlier = [] {};
+    do_all(fiber.work);
 }
 
 void end_group() {
@@ -227,18 +252,26 @@ void end_group() {
 }
 
 void wait_for_groups(int pending) {
-    Fiber& fiber = fibers[current];
-    int ends = 0;
-    for (const auto& work : fiber.work) ends += !work;
-    while (ends > pending) {
-        ends -= !fiber.work.front();
-        do_first(fiber);
-    }
+    do_groups(fibers[current].work, pending);
 }
 
 void wait_for_all() {
     Fiber& fiber = fibers[current];
-    while (!fiber.work.empty()) do_first(fiber);
+    while (!fiber.work.empty()) do_first(fiber.work);
+}
+
+void start_in_warp(std::function<void()> work) {
+    auto& queue = warps[current / kLanes].work;
+    queue.push_back(std::move(work));
+    if (chance(2)) do_all(queue);
+}
+
+void end_group_in_warp() {
+    warps[current / kLanes].work.emplace_back();
+}
+
+void wait_for_groups_in_warp(int pending) {
+    do_groups(warps[current / kLanes].work, pending);
 }
 
 void run_grid(const std::function<void()>& thread, int64_t blocks, int count, int64_t bytes) {
@@ -249,6 +282,7 @@ void run_grid(const std::function<void()>& thread, int64_t blocks, int count, in
         fibers.emplace_back().stack = static_cast<char*>(stack);
     }
     threads = count;
+    grid = uint32_t(blocks);
     warps.resize((count + kLanes - 1) / kLanes);
     memory_used = bytes;
     kernel = &thread;
@@ -281,6 +315,31 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr name, int) {
 }
 cudaError_t cudaDriverGetVersion(int* version) {
     *version = 13000;
+    return cudaSuccess;
+}
+// What the emulated copies understand: see ptx/tma.h.
+static CUresult encode(CUtensorMap* map, CUtensorMapDataType, cuuint32_t rank, void* data,
+                       const cuuint64_t* extents, const cuuint64_t* strides, const cuuint32_t* box,
+                       const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle swizzle,
+                       CUtensorMapL2promotion, CUtensorMapFloatOOBfill) {
+    emulator::TensorMap mine{static_cast<const char*>(data), {}, {2}, {}};
+    bool fits =
+        rank == 4 && swizzle == CU_TENSOR_MAP_SWIZZLE_128B && reinterpret_cast<uintptr_t>(data) % 16 == 0;
+    for (int i = 0; i < 4; ++i) {
+        mine.extents[i] = int64_t(extents[i]);
+        mine.box[i] = int(box[i]);
+        if (i) mine.strides[i] = int64_t(strides[i - 1]);
+        fits = fits && extents[i] > 0 && box[i] > 0 && box[i] <= 256 && (i == 0 || strides[i - 1] % 16 == 0);
+    }
+    if (!fits || mine.box[0] * 2 > 128) return CUDA_ERROR_INVALID_VALUE;
+    static_assert(sizeof(mine) <= sizeof(*map));
+    std::memcpy(map, &mine, sizeof(mine));
+    return CUDA_SUCCESS;
+}
+cudaError_t cudaGetDriverEntryPointByVersion(const char*, void** function, unsigned, unsigned long long,
+                                             cudaDriverEntryPointQueryResult* result) {
+    *function = reinterpret_cast<void*>(encode);
+    *result = cudaDriverEntryPointSuccess;
     return cudaSuccess;
 }
 cudaError_t cudaGetLastError() {

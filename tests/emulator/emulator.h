@@ -7,10 +7,12 @@
 // It knows nothing of time, memory order, bank conflicts, or bits that depend on how tensor cores truncate.
 #pragma once
 
+#include <cuda.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
+#include <array>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -29,6 +31,7 @@ struct Index {
 uint32_t thread_index();
 uint32_t block_index();
 uint32_t block_threads();
+uint32_t grid_blocks();
 char* shared_memory();
 int64_t shared_bytes();
 
@@ -43,6 +46,8 @@ void wait_until(const Ready& ready) {
 // A barrier of the block with a name, at which so many threads meet; 0: all that still run. Returns whether
 // any of them said so.
 bool meet(int name, int threads, bool any = false);
+// Counts the thread in, which goes on.
+void arrive(int name, int threads);
 
 // All lanes of the warp meet; then complete(context of a lane, arguments of all, nullptr of lanes that
 // ended).
@@ -64,6 +69,11 @@ void start(std::function<void()> work);
 void end_group();
 void wait_for_groups(int pending);
 void wait_for_all();
+
+// The same for what a warp does together: its wgmma.
+void start_in_warp(std::function<void()> work);
+void end_group_in_warp();
+void wait_for_groups_in_warp(int pending);
 
 void run_grid(const std::function<void()>& thread, int64_t blocks, int threads, int64_t shared_bytes);
 
@@ -109,6 +119,13 @@ struct Mbarrier {
 };
 static_assert(sizeof(Mbarrier) == 8);
 
+// A tensor map: bytes of strides, elements of 2 bytes.
+struct TensorMap {
+    const char* data;
+    int64_t extents[4], strides[4];
+    int box[4];
+};
+
 }  // namespace emulator
 
 #define __device__
@@ -124,6 +141,7 @@ static_assert(sizeof(Mbarrier) == 8);
 
 #define threadIdx (emulator::Index{emulator::thread_index()})
 #define blockIdx (emulator::Index{emulator::block_index()})
+#define gridDim (emulator::Index{emulator::grid_blocks()})
 #define blockDim (emulator::Index{emulator::block_threads()})
 
 template <class A, class B>

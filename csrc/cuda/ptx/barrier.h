@@ -9,4 +9,10 @@ __device__ __forceinline__ void barrier_of(int name) {
     asm volatile("bar.sync %0, %1;\n" ::"r"(name), "n"(kThreads) : "memory");
 }
 
+// Counts the warp in and lets it go on.
+template <int kThreads>
+__device__ __forceinline__ void arrive_at_barrier_of(int name) {
+    asm volatile("bar.arrive %0, %1;\n" ::"r"(name), "n"(kThreads) : "memory");
+}
+
 }  // namespace flash::cuda

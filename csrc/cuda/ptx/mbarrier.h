@@ -15,6 +15,14 @@ __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
     asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }\n" ::"r"(barrier) : "memory");
 }
 
+// The thread arrives, and the phase waits for so many bytes of copies more (ptx/tma.h).
+__device__ __forceinline__ void mbarrier_arrive_expecting(uint32_t barrier, int bytes) {
+    asm volatile("{ .reg .b64 state; mbarrier.arrive.expect_tx.shared.b64 state, [%0], %1; }\n"
+                 :
+                 : "r"(barrier), "r"(bytes)
+                 : "memory");
+}
+
 // The whole warp, as kWarpArrivals. One is enough, since __syncwarp orders what the other lanes did before;
 // racecheck of compute-sanitizer follows only what a thread did that arrives itself (tools/sanitize.sh).
 #if defined(FLASH_EVERY_LANE_ARRIVES)

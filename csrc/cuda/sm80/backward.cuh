@@ -18,7 +18,7 @@
 #include "dq_sums.cuh"
 #include "finite.cuh"
 #include "score_gradient.cuh"
-#include "tile_walk.cuh"
+#include "../any/tile_walk.cuh"
 
 namespace flash::cuda::sm80 {
 

@@ -5,7 +5,7 @@
 // head dim in chunks, so that one kernel serves all head dims.
 #pragma once
 
-#include "loader.cuh"
+#include "../any/loader.cuh"
 #include "score_gradient.cuh"
 
 namespace flash::cuda::sm80 {

@@ -19,8 +19,8 @@
 #include "../ptx/counter.h"
 #include "../ptx/reduce.h"
 #include "../tile/warp_product.h"
-#include "loader.cuh"
-#include "row_tile.cuh"
+#include "../any/loader.cuh"
+#include "../any/row_tile.cuh"
 #include "score_gradient.cuh"
 
 namespace flash::cuda::sm80 {

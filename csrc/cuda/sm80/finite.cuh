@@ -5,7 +5,7 @@
 
 #include "../tile/element.h"
 #include "../tile/smem_tile.h"
-#include "loader.cuh"
+#include "../any/loader.cuh"
 
 namespace flash::cuda::sm80 {
 

@@ -5,10 +5,10 @@
 #include "../../attention/dropout.h"
 #include "../../attention/score.h"
 #include "../tile/gpu_math.h"
-#include "loader.cuh"
-#include "row_tile.cuh"
+#include "../any/loader.cuh"
+#include "../any/row_tile.cuh"
 #include "score_addend.cuh"
-#include "tile_walk.cuh"
+#include "../any/tile_walk.cuh"
 
 namespace flash::cuda::sm80 {
 

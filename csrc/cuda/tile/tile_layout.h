@@ -23,11 +23,15 @@
 
 namespace flash::cuda {
 
-template <int kRows, int kColumns, int kElementBytes>
+constexpr int usual_panel(int columns, int element_bytes) {
+    return element_bytes == 2 && columns % 64 == 0 && columns % 192 != 0 ? 64 : 32;
+}
+
+template <int kRows, int kColumns, int kElementBytes, int kPanel = usual_panel(kColumns, kElementBytes)>
 struct TileLayout {
     static constexpr int rows = kRows, columns = kColumns;
     static constexpr int element_bytes = kElementBytes;
-    static constexpr int panel = kElementBytes == 2 && kColumns % 64 == 0 && kColumns % 192 != 0 ? 64 : 32;
+    static constexpr int panel = kPanel;
     static constexpr int panels = kColumns / panel;
     static constexpr int chunk_elements = 16 / kElementBytes;
     static constexpr int chunks = panel / chunk_elements;  // in a panel's row

@@ -7,4 +7,9 @@ void barrier_of(int name) {
     emulator::meet(name, kThreads);
 }
 
+template <int kThreads>
+void arrive_at_barrier_of(int name) {
+    emulator::arrive(name, kThreads);
+}
+
 }  // namespace flash::cuda

@@ -14,6 +14,11 @@ inline void mbarrier_arrive(uint32_t barrier) {
     mbarrier_at(barrier)->arrive();
 }
 
+inline void mbarrier_arrive_expecting(uint32_t barrier, int bytes) {
+    mbarrier_at(barrier)->expect(bytes);
+    mbarrier_arrive(barrier);
+}
+
 constexpr int kWarpArrivals = 1;
 
 inline void mbarrier_arrive_warp(uint32_t barrier) {

@@ -5,7 +5,7 @@
 #include "../../attention/tile_schedule.h"
 #include "../tile/fragment.h"
 
-namespace flash::cuda::sm80 {
+namespace flash::cuda {
 
 // A place in a schedule: the run that is being walked and what follows it. Each warp's is in shared memory,
 // since what is needed only at a mask would waste registers.
@@ -67,4 +67,4 @@ class TileWalk {
     bool cut_;  // the run begins within the tile
 };
 
-}  // namespace flash::cuda::sm80
+}  // namespace flash::cuda

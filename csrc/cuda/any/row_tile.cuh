@@ -7,7 +7,7 @@
 #include "../tile/element.h"
 #include "../tile_order.h"
 
-namespace flash::cuda::sm80 {
+namespace flash::cuda {
 
 struct RowTile {
     int64_t batch, head;
@@ -34,7 +34,7 @@ class RowTiling {
                          row_bytes(problem) * problem.seqlen_q * group_of(problem), cache_bytes);
     }
 
-    int64_t count() const { return count_; }
+    FLASH_HOST_DEVICE int64_t count() const { return count_; }
     FLASH_HOST_DEVICE uint32_t tiles() const { return tiles_; }  // of a head
     int64_t heads() const { return all_heads_; }                 // of all batch entries
     int64_t section() const { return order_.section(); }         // heads that go together
@@ -118,4 +118,4 @@ class RowTiling {
     int64_t count_;
 };
 
-}  // namespace flash::cuda::sm80
+}  // namespace flash::cuda

@@ -9,7 +9,7 @@
 #include "../ptx/cp_async.h"
 #include "../tile/smem_tile.h"
 
-namespace flash::cuda::sm80 {
+namespace flash::cuda {
 
 // The pages of one sequence's cache, of which row 0 lies in the middle of one if there is left padding.
 struct Pages {
@@ -212,4 +212,4 @@ __device__ __forceinline__ void store_tile(const HeadRows<Element>& to, uint32_t
     }
 }
 
-}  // namespace flash::cuda::sm80
+}  // namespace flash::cuda

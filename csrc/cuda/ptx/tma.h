@@ -1,0 +1,33 @@
+// The tensor memory accelerator: one thread starts the copy of a whole box of a tensor, whose shape, strides
+// and swizzle a tensor map holds (PTX ISA, "cp.async.bulk.tensor"; CUDA driver API, cuTensorMapEncodeTiled).
+// Coordinates count elements, innermost first; what lies outside the tensor becomes zeros.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+
+namespace flash::cuda {
+
+// Into shared memory; the mbarrier is told of every byte.
+__device__ __forceinline__ void tma_load(uint32_t shared, const CUtensorMap* map, uint32_t barrier, int x,
+                                         int row, int head, int batch) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, "
+        "%4, %5, "
+        "%6}], [%2];\n" ::"r"(shared),
+        "l"(map), "r"(barrier), "r"(x), "r"(row), "r"(head), "r"(batch)
+        : "memory");
+}
+
+__device__ __forceinline__ void tma_prefetch_map(const CUtensorMap* map) {
+    asm volatile("prefetch.tensormap [%0];\n" ::"l"(map) : "memory");
+}
+
+// Shared memory that this thread wrote, or read, is from here on seen, or overwritten, by wgmma and by
+// copies.
+__device__ __forceinline__ void fence_async_proxy() {
+    asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");
+}
+
+}  // namespace flash::cuda

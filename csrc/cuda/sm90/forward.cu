@@ -1,0 +1,112 @@
+// One row of the kernel table and one element type.
+#include <algorithm>
+#include <cstdlib>
+
+#include "forward.cuh"
+
+namespace flash::cuda {
+namespace sm90 {
+namespace {
+
+constexpr DType kDType = DType::FLASH_DTYPE;
+constexpr ForwardConfiguration kConfiguration FLASH_CONFIGURATION;
+using Shared = ForwardShared<kConfiguration>;
+
+// Of the 512 that a multiprocessor has for each of its 128 lanes.
+constexpr int kConsumerRegisters = kConfiguration.warpgroups == 3   ? 160
+                                   : kConfiguration.warpgroups == 2 ? 232
+                                                                    : 240;
+constexpr int kProducerRegisters = kConfiguration.warpgroups == 3 ? 32 : 40;
+
+__global__ void __launch_bounds__(kConfiguration.threads(), 1)
+    attention_forward(const __grid_constant__ ForwardProblem problem,
+                      const __grid_constant__ ForwardMaps maps, const __grid_constant__ RowTiling tiling,
+                      const __grid_constant__ float score_unit, const __grid_constant__ double natural) {
+    extern __shared__ __align__(1024) char memory[];
+    Shared& shared = *reinterpret_cast<Shared*>(memory);
+    if (threadIdx.x == 0) {
+        shared.start();
+        fence_async_proxy();
+    }
+    __syncthreads();
+    if (threadIdx.x >= kConfiguration.consumers()) {
+        shrink_registers<kProducerRegisters>();
+        if (threadIdx.x / 32 == kConfiguration.consumers() / 32)
+            ForwardProducer<kConfiguration>(problem, maps, tiling, shared).run();
+    } else {
+        grow_registers<kConsumerRegisters>();
+        ForwardConsumer<kDType, kConfiguration>(problem, shared, score_unit, natural).run();
+    }
+}
+
+Rows queries_of(const ForwardProblem& problem) {
+    const bool packed = problem.cu_seqlens_q;
+    return {problem.q, packed ? 1 : problem.batch, problem.rows_q, problem.heads_q, problem.head_dim};
+}
+
+Rows keys_of(const ForwardProblem& problem, const TensorView& view, int64_t head_dim) {
+    const bool packed = problem.cu_seqlens_k;
+    return {view, packed ? 1 : problem.batch, problem.rows_k, problem.heads_k, head_dim};
+}
+
+const char* why_not(const ForwardProblem& problem, const Device& device) {
+    static const bool wanted = std::getenv("FLASH_ATTN_SM90") != nullptr;
+    if (!wanted) return "it has run on an emulator only; FLASH_ATTN_SM90=1 takes it";
+    if (problem.dropout_threshold || problem.bias.data || problem.visible.data)
+        return "it has no dropout, biases and masks of elements";
+    if (problem.softcap != 0 || problem.alibi_slopes || !(problem.softmax_scale > 0))
+        return "it has no softcap, no ALiBi, and no negative scale";
+    if (problem.key_blocks.counts) return "it has no maps of blocks";
+    if (problem.cache.pages || problem.cache.seqlens || problem.cache.entry)
+        return "it reads no cache of keys";
+    if (!fits_tensor_map(queries_of(problem), 2) ||
+        !fits_tensor_map(keys_of(problem, problem.k, problem.head_dim), 2) ||
+        !fits_tensor_map(keys_of(problem, problem.v, problem.head_dim_v), 2))
+        return "rows, or what lies between them, are no multiples of 16 bytes";
+    const int64_t tiles = problem.cu_seqlens_q ? problem.rows_q / kConfiguration.queries() + problem.batch
+                                               : (problem.seqlen_q + kConfiguration.queries() - 1) /
+                                                     kConfiguration.queries() * problem.batch;
+    if (tiles * problem.heads_q * 2 < device.multiprocessors)
+        return "there are too few queries to keep the GPU busy";
+    return nullptr;
+}
+
+int64_t workspace_bytes(const ForwardProblem&, int) {
+    return 0;
+}
+
+void launch(const ForwardProblem& problem, int, const Launch& launch) {
+    const float score_unit = float(problem.softmax_scale * GpuMath::unit);
+    const double natural = problem.softmax_scale / double(score_unit);
+    const RowTiling tiling =
+        RowTiling::of_queries(problem, kConfiguration.queries(), launch.device.l2_bytes / 3);
+    const ForwardMaps maps{
+        tensor_map(queries_of(problem), kDType, kConfiguration.queries()),
+        tensor_map(keys_of(problem, problem.k, problem.head_dim), kDType, kConfiguration.key_tile),
+        tensor_map(keys_of(problem, problem.v, problem.head_dim_v), kDType, kConfiguration.key_tile)};
+    launch_kernel(FLASH_KERNEL_NAME, attention_forward,
+                  std::min<int64_t>(tiling.count(), launch.device.multiprocessors), kConfiguration.threads(),
+                  sizeof(Shared), launch, problem, maps, tiling, score_unit, natural);
+}
+
+}  // namespace
+}  // namespace sm90
+
+extern constinit const ForwardKernel FLASH_KERNEL_SYMBOL{
+    "sm90",
+    FLASH_KERNEL_NAME,
+    DType::FLASH_DTYPE,
+    sm90::kConfiguration.head_dim,
+    sm90::kConfiguration.queries(),
+    sm90::kConfiguration.key_tile,
+    FLASH_FROM_KEYS,
+    1,
+    true,
+    sizeof(sm90::Shared),
+    sm90::workspace_bytes,
+    sm90::launch,
+    90,
+    sm90::why_not,
+};
+
+}  // namespace flash::cuda

@@ -1,0 +1,337 @@
+// FlashAttention forward (docs/algorithm.md) with wgmma. A block stays on its multiprocessor and computes one
+// tile of queries after the other. One warp copies (forward_producer.cuh); each warpgroup of the others owns
+// 64 queries of the tile:
+//
+//     S = Q K^T   from shared memory, into registers
+//     P           registers: what one product leaves is the next one's operand
+//     O += P V    registers, until the end
+//
+// The scores of a tile of keys and the output of the tile before are computed at the same time, and
+// warpgroups take turns at starting them, so that one takes exponentials while another one's products run.
+//
+// A row's exponentials are taken relative to the maximum of its first tile of keys: bfloat16 and float have
+// room for scores 2^100 times as large, float16 for 2^15. The sums and the output say whether that was
+// enough. If not, or if a value is not finite, which a probability of 0 would spread, the tile of queries is
+// done again, carefully. That is rare, and saves maxima, rescaling, and all votes.
+#pragma once
+
+#include "../../attention/online_softmax.h"
+#include "../any/loader.cuh"
+#include "../any/rows.cuh"
+#include "../ptx/barrier.h"
+#include "../ptx/register_budget.h"
+#include "../tile/gpu_math.h"
+#include "../tile/warp_product.h"
+#include "forward_producer.cuh"
+#include "warpgroup_product.h"
+
+namespace flash::cuda::sm90 {
+
+template <DType dtype, ForwardConfiguration c>
+class ForwardConsumer {
+  public:
+    // score_unit: from a dot product to a score in log 2. natural: one of those in natural units.
+    __device__ ForwardConsumer(const ForwardProblem& problem, ForwardShared<c>& shared,
+                               const float& score_unit, const double& natural)
+        : problem_(problem), shared_(shared), score_unit_(score_unit), natural_(natural) {}
+
+    __device__ __forceinline__ void run() {
+        if (warpgroup() == c.warpgroups - 1) pass_turn();
+        uint32_t tile = 0;  // of keys, of all that the block does
+        for (uint32_t n = 0;; ++n) {
+            mbarrier_wait(in_ring(shared_.q_full, n), parity(shared_.q_full, n));
+            ForwardPlan& plan = shared_.plans[n % c.query_buffers];
+            if (plan.work == Work::end) break;
+            if (plan.work == Work::tile) {
+                q_ = shared_address(shared_.q[n % c.query_buffers]) + warpgroup() * 64 * kPanelRowBytes;
+#pragma unroll
+                for (auto& softmax : softmax_) softmax = OnlineSoftmax<GpuMath>();
+                if (plan.careful)
+                    attend_carefully(plan, tile);
+                else
+                    attend(plan, tile);
+                finish(plan, shared_address(shared_.q[n % c.query_buffers]));
+            }
+            mbarrier_arrive_warp(in_ring(shared_.q_empty, n));
+        }
+    }
+
+  private:
+    using Scores = Fragment<16, c.key_tile>;
+    using Output = Fragment<16, c.head_dim>;
+    using Probabilities = RegisterOperand<dtype, 16, c.key_tile>;
+    using QueryTile = TileLayout<c.queries(), c.head_dim, 2, kPanel>;  // as the copies leave it
+
+    // Names of barriers: 0 is the block's.
+    static constexpr int kTurns = 1, kGroups = 1 + c.warpgroups, kConsumers = 1 + 2 * c.warpgroups;
+    static constexpr int kTurnThreads = 256;  // those whose turn it is, and those who were before
+    // Scores whose rounding errors matter as exponents.
+    static constexpr float kHuge = 1 << 22;
+
+    __device__ __forceinline__ static int warpgroup() { return int(threadIdx.x) / 128; }
+    __device__ __forceinline__ static int warp_row() { return int(threadIdx.x) / 32 * 16; }
+    __device__ __forceinline__ Position query(const ForwardPlan& plan, int r) const {
+        return plan.tile.first + warp_row() + Scores::row(r);
+    }
+
+    __device__ __forceinline__ static void await_turn() {
+        if constexpr (c.warpgroups > 1) barrier_of<kTurnThreads>(kTurns + warpgroup());
+    }
+    __device__ __forceinline__ static void pass_turn() {
+        if constexpr (c.warpgroups > 1)
+            arrive_at_barrier_of<kTurnThreads>(kTurns + (warpgroup() + 1) % c.warpgroups);
+    }
+
+    __device__ __forceinline__ KeyNote await_keys(uint32_t tile) const {
+        mbarrier_wait(in_ring(shared_.k_full, tile), parity(shared_.k_full, tile));
+        return shared_.notes[tile % c.stages];
+    }
+    __device__ __forceinline__ void await_values(uint32_t tile) const {
+        mbarrier_wait(in_ring(shared_.v_full, tile), parity(shared_.v_full, tile));
+    }
+    __device__ __forceinline__ void leave_keys(uint32_t tile) const {
+        mbarrier_arrive_warp(in_ring(shared_.k_empty, tile));
+    }
+    __device__ __forceinline__ void leave_values(uint32_t tile) const {
+        mbarrier_arrive_warp(in_ring(shared_.v_empty, tile));
+    }
+
+    __device__ __forceinline__ void start_qk(Scores& s, uint32_t tile) const {
+        multiply_rows_by_rows<dtype, c.head_dim>(s, q_, c.queries(),
+                                                 shared_address(shared_.k[tile % c.stages]));
+        wgmma_commit();
+    }
+    __device__ __forceinline__ void start_pv(const Probabilities& p, uint32_t tile, bool accumulate) {
+        multiply_registers_by_columns<dtype, c.key_tile>(
+            out_, p.value, shared_address(shared_.v[tile % c.stages]), accumulate);
+        wgmma_commit();
+    }
+
+    __device__ __forceinline__ void attend(const ForwardPlan& plan, uint32_t& tile) {
+        settled_ = false;
+        if (!plan.has_keys) {
+            out_.clear();
+            return;
+        }
+        Scores s;
+        KeyNote note = await_keys(tile);
+        await_turn();
+        wgmma_fence();
+        start_qk(s, tile);
+        pass_turn();
+        wgmma_wait<0>();
+        keep(registers_of(s));
+        leave_keys(tile);
+        exponentiate(s, plan, note);
+        Probabilities p(s);
+        bool accumulate = false;
+        while (!note.last) {
+            note = await_keys(tile + 1);
+            await_values(tile);
+            await_turn();
+            wgmma_fence();
+            start_qk(s, tile + 1);
+            start_pv(p, tile, accumulate);
+            pass_turn();
+            wgmma_wait<1>();
+            keep(registers_of(s));
+            leave_keys(tile + 1);
+            exponentiate(s, plan, note);
+            wgmma_wait<0>();
+            keep(registers_of(s));
+            leave_values(tile);
+            p = Probabilities(s);
+            accumulate = true;
+            ++tile;
+        }
+        await_values(tile);
+        wgmma_fence();
+        start_pv(p, tile, accumulate);
+        wgmma_wait<0>();
+        keep(registers_of(out_));
+        leave_values(tile++);
+    }
+
+    // Scores become probabilities relative to the maximum of the row's first tile.
+    __device__ __forceinline__ void exponentiate(Scores& s, const ForwardPlan& plan, const KeyNote& note) {
+        if (note.masked) mask(s, plan, note);
+        if (!settled_) settle(s);
+        const float unit = score_unit_;
+#pragma unroll
+        for (int r = 0; r < Scores::rows; ++r) {
+            const float reference = softmax_[r].reference();
+            float sum = softmax_[r].row_sum;
+#pragma unroll
+            for (int column = 0; column < Scores::columns; ++column) {
+                float& p = s.at(r, column);
+                p = GpuMath::exponential(p * unit - reference);
+                sum += p;
+            }
+            softmax_[r].row_sum = sum;
+        }
+    }
+
+    // Rows without a maximum take this tile's.
+    __device__ __forceinline__ void settle(const Scores& s) {
+        bool settled = true;
+#pragma unroll
+        for (int r = 0; r < Scores::rows; ++r) {
+            const float largest = row_maximum(s, r) * score_unit_;
+            if (!softmax_[r].settled() && largest > softmax_[r].row_max) softmax_[r].row_max = largest;
+            settled &= softmax_[r].settled();
+        }
+        settled_ = !__any_sync(0xffffffff, !settled);
+    }
+
+    __device__ __forceinline__ static float row_maximum(const Scores& s, int r) {
+        float largest = s.at(r, 0);
+#pragma unroll
+        for (int column = 1; column < Scores::columns; ++column) largest = fmaxf(largest, s.at(r, column));
+        return quad_max(largest);
+    }
+
+    __device__ __forceinline__ void mask(Scores& s, const ForwardPlan& plan, const KeyNote& note) const {
+#pragma unroll
+        for (int r = 0; r < Scores::rows; ++r) {
+            const Interval keys = intersection(plan.visible(query(plan, r)), note.seen);
+            const int begin = keys.begin - note.first, end = keys.end - note.first;
+#pragma unroll
+            for (int column = 0; column < Scores::columns; ++column) {
+                const int j = Scores::column(column);
+                if (j < begin || j >= end) s.at(r, column) = OnlineSoftmax<GpuMath>::minus_infinity();
+            }
+        }
+    }
+
+    // Of a tile that was not finite: the maximum follows every tile of keys, and in masked ones what is not
+    // finite in V is cleared, and noted for the rows that see it.
+    __device__ __forceinline__ void attend_carefully(const ForwardPlan& plan, uint32_t& tile) {
+        out_.clear();
+        for (bool more = plan.has_keys; more; ++tile) {
+            const KeyNote note = await_keys(tile);
+            more = !note.last;
+            Scores s;
+            wgmma_fence();
+            start_qk(s, tile);
+            wgmma_wait<0>();
+            keep(registers_of(s));
+            leave_keys(tile);
+            if (note.masked) mask(s, plan, note);
+#pragma unroll
+            for (int r = 0; r < Scores::rows; ++r) {
+                // Rounded as the maximum is, so that the largest probability is 1.
+#pragma unroll
+                for (int column = 0; column < Scores::columns; ++column)
+                    s.at(r, column) = __fmul_rn(s.at(r, column), score_unit_);
+                const float rescale = softmax_[r].update(row_maximum(s, r));
+#pragma unroll
+                for (int column = 0; column < Output::columns; ++column) out_.at(r, column) *= rescale;
+            }
+            await_values(tile);
+            if (note.masked) {
+                exclude_bad_values(shared_address(shared_.v[tile % c.stages]));
+                spoil_rows(s);
+            }
+#pragma unroll
+            for (int r = 0; r < Scores::rows; ++r)
+#pragma unroll
+                for (int column = 0; column < Scores::columns; ++column) {
+                    float& p = s.at(r, column);
+                    p = GpuMath::exponential(p - softmax_[r].reference());
+                    softmax_[r].row_sum += p;
+                }
+            const Probabilities p(s);
+            wgmma_fence();
+            start_pv(p, tile, true);
+            wgmma_wait<0>();
+            keep(registers_of(out_));
+            leave_values(tile);
+        }
+    }
+
+    // All consumers: elements of V that are not finite become 0, and their keys are noted.
+    __device__ __forceinline__ void exclude_bad_values(uint32_t v) const {
+        barrier_of<c.consumers()>(kConsumers);  // everybody has read the last tile's notes
+        if (threadIdx.x < (c.key_tile + 31) / 32) shared_.bad_keys[threadIdx.x] = 0;
+        barrier_of<c.consumers()>(kConsumers);
+#pragma unroll 1
+        for (int i = int(threadIdx.x) * 16; i < ForwardShared<c>::key_bytes; i += c.consumers() * 16) {
+            const uint4 x = load_shared_16(v + i);
+            const uint4 clean = make_uint4(finite_or_zero<dtype>(x.x), finite_or_zero<dtype>(x.y),
+                                           finite_or_zero<dtype>(x.z), finite_or_zero<dtype>(x.w));
+            if (clean.x == x.x && clean.y == x.y && clean.z == x.z && clean.w == x.w) continue;
+            store_shared(v + i, clean);
+            const int key = i % (c.key_tile * kPanelRowBytes) / kPanelRowBytes;
+            atomicOr(&shared_.bad_keys[key / 32], 1u << key % 32);
+        }
+        fence_async_proxy();
+        barrier_of<c.consumers()>(kConsumers);
+    }
+
+    // The output of a row that sees such a key is NaN from here on.
+    __device__ __forceinline__ void spoil_rows(const Scores& s) {
+        float sees[Scores::rows] = {};
+#pragma unroll
+        for (int column = 0; column < Scores::columns; ++column) {
+            const int j = Scores::column(column);
+            const bool bad = shared_.bad_keys[j / 32] >> j % 32 & 1;
+#pragma unroll
+            for (int r = 0; r < Scores::rows; ++r)
+                if (bad && s.at(r, column) != -INFINITY) sees[r] = 1;
+        }
+#pragma unroll
+        for (int r = 0; r < Scores::rows; ++r)
+            if (quad_max(sees[r]) != 0)
+#pragma unroll
+                for (int column = 0; column < Output::columns; ++column)
+                    out_.at(r, column) = __int_as_float(0x7fffffff);
+    }
+
+    __device__ __forceinline__ void finish(ForwardPlan& plan, uint32_t staging) {
+        const RowTile& tile = plan.tile;
+        bool wrong = false;
+#pragma unroll
+        for (int r = 0; r < Scores::rows; ++r) {
+            OnlineSoftmax<GpuMath>& softmax = softmax_[r];
+            softmax.row_sum = quad_sum(softmax.row_sum);
+            bool finite = softmax.row_sum < INFINITY && fabsf(softmax.reference()) < kHuge;
+            const float factor = softmax.normalizer();
+#pragma unroll
+            for (int column = 0; column < Output::columns; ++column) {
+                finite &= fabsf(out_.at(r, column)) < INFINITY;
+                out_.at(r, column) *= factor;
+            }
+            wrong |= !finite && tile.rows.contains(query(plan, r));
+        }
+        if (!plan.careful && __any_sync(0xffffffff, wrong) && lane_index() == 0) plan.redo = true;
+        store_lse(tile, plan);
+        // The warpgroup's rows of Q are read by nobody any more.
+        barrier_of<128>(kGroups + warpgroup());
+        store_fragment<dtype, QueryTile>(staging, out_, warp_row(), 0);
+        __syncwarp();
+        const HeadRows<Bits<dtype>> out(problem_.out, tile.unowned ? 0 : tile.batch,
+                                        tile.sequence.first_query_row, tile.head, problem_.head_dim_v);
+        store_tile<32, QueryTile, 16>(out, staging + warp_row() * QueryTile::row_bytes,
+                                      tile.first + warp_row(), tile.rows);
+        fence_async_proxy();  // the next queries take its place
+    }
+
+    __device__ __forceinline__ void store_lse(const RowTile& tile, const ForwardPlan& plan) const {
+        float* lse = statistics_of<float>(problem_.lse, tile.batch, tile.sequence.first_query_row, tile.head);
+        const int mine = lane_index() % 4;
+        const OnlineSoftmax<GpuMath> softmax = mine == 0 ? softmax_[0] : softmax_[1];
+        if (mine < Scores::rows && tile.rows.contains(query(plan, mine)))
+            lse[query(plan, mine)] = softmax.log_sum_exp(natural_);
+    }
+
+    const ForwardProblem& problem_;
+    ForwardShared<c>& shared_;
+    const float& score_unit_;
+    const double& natural_;
+    uint32_t q_;  // the warpgroup's queries
+    OnlineSoftmax<GpuMath> softmax_[Scores::rows];
+    bool settled_;  // every row of the warp has a maximum
+    Output out_;
+};
+
+}  // namespace flash::cuda::sm90

@@ -1,0 +1,41 @@
+// Products of a warpgroup with operands as panels in shared memory (ptx/wgmma.h): asynchronous, to be
+// committed and waited for by the caller.
+#pragma once
+
+#include "../ptx/wgmma.h"
+#include "../tile/fragment.h"
+
+namespace flash::cuda::sm90 {
+
+constexpr int kPanelRowBytes = 128;
+
+template <int kColumns>
+__device__ __forceinline__ float (&registers_of(Fragment<16, kColumns>& d))
+    [kColumns / 2] { return reinterpret_cast<float (&)[kColumns / 2]>(d.value); }
+
+// D[i][j] = sum_k A[i][k] B[j][k]; a: the warpgroup's 64 rows of a tile of a_rows, b: kColumns rows.
+template <DType dtype, int kDepth, int kColumns>
+__device__ __forceinline__
+    void multiply_rows_by_rows(Fragment<16, kColumns>& d, uint32_t a, int a_rows, uint32_t b) {
+#pragma unroll
+    for (int k = 0; k < kDepth / 16; ++k) {
+        const int panel = k / 4, inside = k % 4 * 32;
+        Wgmma<dtype, kColumns, false>::multiply(
+            registers_of(d), wgmma_descriptor(a + panel * a_rows * kPanelRowBytes + inside, 16),
+            wgmma_descriptor(b + panel * kColumns * kPanelRowBytes + inside, 16), k > 0);
+    }
+}
+
+// D[i][j] (+)= sum_k A[i][k] B[k][j] with A in registers; b: kDepth rows of kColumns.
+template <DType dtype, int kDepth, int kColumns>
+__device__ __forceinline__ void multiply_registers_by_columns(Fragment<16, kColumns>& d,
+                                                              const uint32_t (&a)[kDepth / 16][1][4],
+                                                              uint32_t b, bool accumulate) {
+#pragma unroll
+    for (int k = 0; k < kDepth / 16; ++k)
+        Wgmma<dtype, kColumns, true>::multiply(
+            registers_of(d), a[k][0], wgmma_descriptor(b + k * 16 * kPanelRowBytes, kDepth * kPanelRowBytes),
+            k > 0 || accumulate);
+}
+
+}  // namespace flash::cuda::sm90
