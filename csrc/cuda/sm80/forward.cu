@@ -49,7 +49,9 @@ int64_t workspace_bytes(const ForwardProblem& problem, int splits) {
 }
 
 void launch(const ForwardProblem& problem, int splits, const Launch& launch) {
-    const Features features = features_of(problem);
+    Features features = features_of(problem);
+    if (features == Features::none && problem.visible.data && kConfiguration.blocks > 2)
+        features = Features::transformed;
     const auto kernel = features == Features::none          ? attention_forward<Features::none>
                         : features == Features::transformed ? attention_forward<Features::transformed>
                                                             : attention_forward<Features::all>;

@@ -135,6 +135,8 @@ class ForwardTile {
     using Scores = Fragment<warp_rows, warp_keys>;
     using Output = Fragment<warp_rows, warp_values>;
 
+    // Three blocks leave their plain kernels no registers for the bits of a mask.
+    static constexpr bool takes_bits = features != Features::none || c.blocks < 3;
     // Biases that grow along the keys would have every tile's scores computed twice.
     static constexpr bool optimistic = features == Features::none;
     // How far scores may rise above the maximum, log 2, before the maximum follows them.
@@ -244,7 +246,7 @@ class ForwardTile {
     }
 
     __device__ __forceinline__ void mask(Scores& s, Position key, Interval seen) const {
-        if (shared_.plan.warp().run.partial && shared_.plan.addend.visible)
+        if (takes_bits && shared_.plan.warp().run.partial && shared_.plan.addend.visible)
             shared_.plan.addend.template each_hidden<Scores>(
                 shared_.plan.tile.first + warp_row(), key + warp_key(),
                 [&](int r, int column) { s.at(r, column) = OnlineSoftmax<GpuMath>::minus_infinity(); });

@@ -46,10 +46,7 @@ class ForwardConsumer {
                 q_ = shared_address(shared_.q[n % c.query_buffers]) + warpgroup() * 64 * kPanelRowBytes;
 #pragma unroll
                 for (auto& softmax : softmax_) softmax = OnlineSoftmax<GpuMath>();
-                if (plan.careful)
-                    attend_carefully(plan, tile);
-                else
-                    attend(plan, tile);
+                attend(plan, tile);
                 finish(plan, shared_address(shared_.q[n % c.query_buffers]));
             }
             mbarrier_arrive_warp(in_ring(shared_.q_empty, n));
@@ -101,19 +98,18 @@ class ForwardConsumer {
                                                  shared_address(shared_.k[tile % c.stages]));
         wgmma_commit();
     }
-    __device__ __forceinline__ void start_pv(const Probabilities& p, uint32_t tile, bool accumulate) {
-        multiply_registers_by_columns<dtype, c.key_tile>(
-            out_, p.value, shared_address(shared_.v[tile % c.stages]), accumulate);
+    __device__ __forceinline__ void start_pv(const Probabilities& p, uint32_t tile) {
+        multiply_registers_by_columns<dtype, c.key_tile>(out_, p.value,
+                                                         shared_address(shared_.v[tile % c.stages]));
         wgmma_commit();
     }
 
     __device__ __forceinline__ void attend(const ForwardPlan& plan, uint32_t& tile) {
         settled_ = false;
-        if (!plan.has_keys) {
-            out_.clear();
-            return;
-        }
+        out_.clear();
+        if (!plan.has_keys) return;
         Scores s;
+        float rescale[Scores::rows];
         KeyNote note = await_keys(tile);
         await_turn();
         wgmma_fence();
@@ -122,41 +118,62 @@ class ForwardConsumer {
         wgmma_wait<0>();
         keep(registers_of(s));
         leave_keys(tile);
-        exponentiate(s, plan, note);
+        exponentiate(s, rescale, plan, note);
         Probabilities p(s);
-        bool accumulate = false;
         while (!note.last) {
-            note = await_keys(tile + 1);
             await_values(tile);
+            if (plan.careful && note.masked) exclude_bad_values(plan, note, tile);
+            note = await_keys(tile + 1);
             await_turn();
             wgmma_fence();
             start_qk(s, tile + 1);
-            start_pv(p, tile, accumulate);
+            start_pv(p, tile);
             pass_turn();
             wgmma_wait<1>();
             keep(registers_of(s));
             leave_keys(tile + 1);
-            exponentiate(s, plan, note);
+            exponentiate(s, rescale, plan, note);
             wgmma_wait<0>();
             keep(registers_of(s));
             leave_values(tile);
+            if (plan.careful) {
+                keep(registers_of(out_));
+#pragma unroll
+                for (int r = 0; r < Scores::rows; ++r)
+#pragma unroll
+                    for (int column = 0; column < Output::columns; ++column) out_.at(r, column) *= rescale[r];
+            }
             p = Probabilities(s);
-            accumulate = true;
             ++tile;
         }
         await_values(tile);
+        if (plan.careful && note.masked) exclude_bad_values(plan, note, tile);
         wgmma_fence();
-        start_pv(p, tile, accumulate);
+        start_pv(p, tile);
         wgmma_wait<0>();
         keep(registers_of(out_));
         leave_values(tile++);
     }
 
-    // Scores become probabilities relative to the maximum of the row's first tile.
-    __device__ __forceinline__ void exponentiate(Scores& s, const ForwardPlan& plan, const KeyNote& note) {
+    // Scores become probabilities relative to the maximum of the row's first tile or, carefully, to that of
+    // all so far: then what was summed up before is to be rescaled.
+    __device__ __forceinline__ void exponentiate(Scores& s, float (&rescale)[Scores::rows],
+                                                 const ForwardPlan& plan, const KeyNote& note) {
+        float unit = score_unit_;
         if (note.masked) mask(s, plan, note);
-        if (!settled_) settle(s);
-        const float unit = score_unit_;
+        if (plan.careful) {
+            // Rounded as the maximum is, so that the largest probability is 1.
+#pragma unroll
+            for (int r = 0; r < Scores::rows; ++r) {
+#pragma unroll
+                for (int column = 0; column < Scores::columns; ++column)
+                    s.at(r, column) = __fmul_rn(s.at(r, column), unit);
+                rescale[r] = softmax_[r].update(row_maximum(s, r));
+            }
+            unit = 1;
+        } else if (!settled_) {
+            settle(s);
+        }
 #pragma unroll
         for (int r = 0; r < Scores::rows; ++r) {
             const float reference = softmax_[r].reference();
@@ -203,54 +220,12 @@ class ForwardConsumer {
         }
     }
 
-    // Of a tile that was not finite: the maximum follows every tile of keys, and in masked ones what is not
-    // finite in V is cleared, and noted for the rows that see it.
-    __device__ __forceinline__ void attend_carefully(const ForwardPlan& plan, uint32_t& tile) {
-        out_.clear();
-        for (bool more = plan.has_keys; more; ++tile) {
-            const KeyNote note = await_keys(tile);
-            more = !note.last;
-            Scores s;
-            wgmma_fence();
-            start_qk(s, tile);
-            wgmma_wait<0>();
-            keep(registers_of(s));
-            leave_keys(tile);
-            if (note.masked) mask(s, plan, note);
-#pragma unroll
-            for (int r = 0; r < Scores::rows; ++r) {
-                // Rounded as the maximum is, so that the largest probability is 1.
-#pragma unroll
-                for (int column = 0; column < Scores::columns; ++column)
-                    s.at(r, column) = __fmul_rn(s.at(r, column), score_unit_);
-                const float rescale = softmax_[r].update(row_maximum(s, r));
-#pragma unroll
-                for (int column = 0; column < Output::columns; ++column) out_.at(r, column) *= rescale;
-            }
-            await_values(tile);
-            if (note.masked) {
-                exclude_bad_values(shared_address(shared_.v[tile % c.stages]));
-                spoil_rows(s);
-            }
-#pragma unroll
-            for (int r = 0; r < Scores::rows; ++r)
-#pragma unroll
-                for (int column = 0; column < Scores::columns; ++column) {
-                    float& p = s.at(r, column);
-                    p = GpuMath::exponential(p - softmax_[r].reference());
-                    softmax_[r].row_sum += p;
-                }
-            const Probabilities p(s);
-            wgmma_fence();
-            start_pv(p, tile, true);
-            wgmma_wait<0>();
-            keep(registers_of(out_));
-            leave_values(tile);
-        }
-    }
-
-    // All consumers: elements of V that are not finite become 0, and their keys are noted.
-    __device__ __forceinline__ void exclude_bad_values(uint32_t v) const {
+    // All consumers: elements of V that are not finite become 0, and the output of a row that sees such a key
+    // is NaN from here on. What is not finite would else be everybody's: a hidden key's probability is 0, not
+    // no factor.
+    __device__ __forceinline__ void exclude_bad_values(const ForwardPlan& plan, const KeyNote& note,
+                                                       uint32_t tile) {
+        const uint32_t v = shared_address(shared_.v[tile % c.stages]);
         barrier_of<c.consumers()>(kConsumers);  // everybody has read the last tile's notes
         if (threadIdx.x < (c.key_tile + 31) / 32) shared_.bad_keys[threadIdx.x] = 0;
         barrier_of<c.consumers()>(kConsumers);
@@ -266,25 +241,20 @@ class ForwardConsumer {
         }
         fence_async_proxy();
         barrier_of<c.consumers()>(kConsumers);
-    }
-
-    // The output of a row that sees such a key is NaN from here on.
-    __device__ __forceinline__ void spoil_rows(const Scores& s) {
-        float sees[Scores::rows] = {};
 #pragma unroll
-        for (int column = 0; column < Scores::columns; ++column) {
-            const int j = Scores::column(column);
-            const bool bad = shared_.bad_keys[j / 32] >> j % 32 & 1;
-#pragma unroll
-            for (int r = 0; r < Scores::rows; ++r)
-                if (bad && s.at(r, column) != -INFINITY) sees[r] = 1;
-        }
-#pragma unroll
-        for (int r = 0; r < Scores::rows; ++r)
-            if (quad_max(sees[r]) != 0)
+        for (int r = 0; r < Scores::rows; ++r) {
+            const Interval keys = intersection(plan.visible(query(plan, r)), note.seen);
+            bool sees = false;
+#pragma unroll 1
+            for (Position key = keys.begin; key < keys.end; ++key) {
+                const int j = key - note.first;
+                sees |= shared_.bad_keys[j / 32] >> j % 32 & 1;
+            }
+            if (sees)
 #pragma unroll
                 for (int column = 0; column < Output::columns; ++column)
                     out_.at(r, column) = __int_as_float(0x7fffffff);
+        }
     }
 
     __device__ __forceinline__ void finish(ForwardPlan& plan, uint32_t staging) {

@@ -26,16 +26,16 @@ __device__ __forceinline__
     }
 }
 
-// D[i][j] (+)= sum_k A[i][k] B[k][j] with A in registers; b: kDepth rows of kColumns.
+// D[i][j] += sum_k A[i][k] B[k][j] with A in registers; b: kDepth rows of kColumns.
 template <DType dtype, int kDepth, int kColumns>
 __device__ __forceinline__ void multiply_registers_by_columns(Fragment<16, kColumns>& d,
                                                               const uint32_t (&a)[kDepth / 16][1][4],
-                                                              uint32_t b, bool accumulate) {
+                                                              uint32_t b) {
 #pragma unroll
     for (int k = 0; k < kDepth / 16; ++k)
         Wgmma<dtype, kColumns, true>::multiply(
             registers_of(d), a[k][0], wgmma_descriptor(b + k * 16 * kPanelRowBytes, kDepth * kPanelRowBytes),
-            k > 0 || accumulate);
+            true);
 }
 
 }  // namespace flash::cuda::sm90
