@@ -24,8 +24,9 @@ pytestmark = pytest.mark.skipif(
 def run_cases(package, *options, **environment):
     """(exit status, what pytest said) of emulator/cases.py with the package."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", FOLDER / "cases.py", *options]
+    environment = {**os.environ, "PYTHONPATH": str(package), **environment}
     done = subprocess.run(list(map(str, command)), cwd=package, text=True, stdout=subprocess.PIPE,
-                          stderr=subprocess.STDOUT, env={**os.environ, "PYTHONPATH": str(package), **environment})
+                          stderr=subprocess.STDOUT, env=environment)
     return done.returncode, done.stdout
 
 

@@ -1,7 +1,7 @@
 // Brute force over random lengths, windows, tiles and block maps: a tile's runs are ascending and disjoint,
 // contain all that any row of the tile sees (and is listed), plain runs contain nothing that some row doesn't
-// see, and the transpose agrees with the mask. Prints the number of tiles; a failure prints its configuration
-// and returns 1.
+// see or that lies in a partial block, partial runs nothing else, and the transpose agrees with the mask.
+// Prints the number of tiles; a failure prints its configuration and returns 1.
 #include <cstdio>
 #include <random>
 #include <vector>
@@ -12,14 +12,15 @@ using namespace flash;
 
 struct Case {
     ForwardProblem problem{};
-    std::vector<char> map;  // [row blocks][column blocks]
+    std::vector<char> map;  // [row blocks][column blocks]: 0 not listed, 1 whole, 2 partial
     std::vector<int32_t> counts, indices;
     bool transposed;
 
     int64_t rows() const { return transposed ? problem.seqlen_k : problem.seqlen_q; }
     int64_t columns() const { return transposed ? problem.seqlen_q : problem.seqlen_k; }
-    bool listed(const BlockLists& lists, int64_t row, int64_t column) const {
-        return !lists.counts || map[row / lists.row_block * lists.capacity + column / lists.column_block];
+    char listed(const BlockLists& lists, int64_t row, int64_t column) const {
+        if (!lists.counts) return 1;
+        return map[row / lists.row_block * lists.capacity + column / lists.column_block];
     }
 };
 
@@ -45,7 +46,8 @@ static bool check_tile(const Case& c, const Mask& mask, const BlockLists& lists,
         position = run.end;
         for (int64_t column = run.begin; column < run.end; ++column) {
             visited[size_t(column)] = 1;
-            if (!c.listed(lists, tile.begin, column)) return false;
+            const char listed = c.listed(lists, tile.begin, column);
+            if (!listed || run.partial != (listed == 2) || (run.partial && !run.masked)) return false;
             for (int64_t row = tile.begin; row < tile.end && !run.masked; ++row) {
                 const bool seen = c.transposed ? sees(c.problem, column, row) : sees(c.problem, row, column);
                 if (!seen) return false;
@@ -87,8 +89,10 @@ int main() {
             for (int64_t row = 0; row < block_rows; ++row) {
                 int32_t count = 0;
                 for (int64_t column = 0; column < lists.capacity; ++column) {
-                    c.map.push_back(char(draw(0, 1)));
-                    if (c.map.back()) c.indices[size_t(row * lists.capacity + count++)] = int32_t(column);
+                    c.map.push_back(char(draw(0, 3) % 3));
+                    const int32_t partial = c.map.back() == 2 ? kPartialBlock : 0;
+                    if (c.map.back())
+                        c.indices[size_t(row * lists.capacity + count++)] = int32_t(column) | partial;
                 }
                 c.counts.push_back(count);
             }

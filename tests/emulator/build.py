@@ -3,9 +3,9 @@
     python tests/emulator/build.py /tmp/emulated bfloat16_d64 float32_d64
     PYTHONPATH=/tmp/emulated pytest tests/test_emulated_kernels.py
 
-The names choose kernels of csrc/cuda/kernel_table.py: all whose symbol has a part that is given; what a chosen
-kernel calls has to be among them. In the result tensors on the CPU go to the GPU engines. emulator.h says
-what that shows, and what not.
+The names choose kernels of csrc/cuda/kernel_table.py: all whose symbol has a part that is given; what a
+chosen kernel calls has to be among them. In the result tensors on the CPU go to the GPU engines. emulator.h
+says what that shows, and what not.
 """
 
 import os
