@@ -215,3 +215,33 @@ def check_generation(models, steps=16):
     assert behind.max() <= limit, f"{behind.max():.3g} behind the largest logit, at most {limit:.3g}"
     assert (behind == 0).float().mean() >= 0.9
     assert len(output[:, -steps:].unique()) > 3
+
+
+def report(device, implementation):
+    """A row for each model, layout and dtype: the largest difference to float32 eager, sequence by sequence,
+    of the tested model and of eager in the same dtype, relative to the largest number."""
+    print(f"{'model':8} {'layout':7} {'dtype':9} {'logits':>8} {'eager':>8} {'gradients':>10} {'eager':>8}")
+    for name in [*DECODERS, "bert"]:
+        for dtype in (torch.float32, torch.bfloat16):
+            for layout in ("right", "packed"):
+                models = Models(name, implementation, dtype, device)
+                arguments, mask = models.packed() if layout == "packed" else models.padded(layout)
+                exact, standard = (evaluate(m, models.one_by_one) for m in (models.exact, models.standard))
+                actual = evaluate(models.tested, lambda m, a=arguments, k=mask: call(m, **a).logits[k])
+                row = []
+                for names in (["logits"], exact.keys() - {"logits"}):
+                    largest = max(exact[n].abs().max() for n in names)
+                    row += [max((x[n] - exact[n]).abs().max() for n in names) / largest
+                            for x in (actual, standard)]
+                numbers = "{:8.1e} {:8.1e} {:10.1e} {:8.1e}".format(*map(float, row))
+                print(f"{name:8} {layout:7} {str(dtype).removeprefix('torch.'):9} {numbers}")
+
+
+if __name__ == "__main__":
+    if torch.cuda.is_available():
+        report("cuda", "flash_attention_2")
+    else:
+        import hugging_face
+
+        hugging_face.register_adapter()
+        report("cpu", hugging_face.ADAPTER)
