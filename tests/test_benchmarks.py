@@ -15,6 +15,7 @@ BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 import attention  # noqa: E402  (found on the path set just above, as the modules below)
+import masks  # noqa: E402
 import memory  # noqa: E402
 import training  # noqa: E402
 from cell import Cell  # noqa: E402
@@ -53,6 +54,18 @@ def test_attention_writes_its_table(device, tmp_path, capsys):
     peer = "sdpa" if device == "cpu" else "fa2"
     assert means["all", peer]["count"] == 4 and means["all", peer]["least"] <= means["all", peer]["ratio"]
     assert results["machine"]["gemm_gflops"]["bfloat16"] > 0
+
+
+def test_masks_writes_its_table(device, tmp_path, capsys):
+    path = tmp_path / "masks.json"
+    masks.main(["--device", device, "--seqlens", "160", "--heads", "2", "--head-dim", "32", "--rounds", "1",
+                "--repeats", "1", "--json", str(path), "--plot", str(tmp_path / "masks.png")])
+    printed, results = capsys.readouterr().out, json.loads(path.read_text())
+    (row,) = results["rows"]
+    assert len(row["variants"]) == 8 and row["packing"] > 0
+    for name, one in row["variants"].items():
+        assert f"\n{name} " in printed
+        assert one["error"] < 0.05 and min(one["forward"] + one["backward"]) > 0
 
 
 @pytest.mark.parametrize("mask,left", MASKS)
