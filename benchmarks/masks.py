@@ -3,10 +3,10 @@
     python benchmarks/masks.py
     python benchmarks/masks.py --device cuda --json results.json
 
-Every row is one call of flash_attn_func, and the ratio beside it is its time over that of the same work without
-mask or bias: a causal mask as bits against causal=True, which visits the same blocks; the others against full
-attention. Masks are packed once (AttentionMask), as a model packs its own once for all layers; "packing" is the
-time of that. Errors are the largest on some rows of one head against float64.
+Every row is one call of flash_attn_func, and the ratio beside it is its time over that of the same work
+without mask or bias: a causal mask as bits against causal=True, which visits the same blocks; the others
+against full attention. Masks are packed once (AttentionMask), as a model packs its own once for all layers;
+"packing" is the time of that. Errors are the largest on some rows of one head against float64.
 """
 
 import argparse
@@ -85,12 +85,14 @@ def measure(seqlen, options):
 
 
 def table(row):
-    lines = [f"S={row['seqlen']}, packing a mask of its own for each batch entry {row['packing'] * 1e3:.3f} ms"]
+    packing = f"packing a mask of its own for each batch entry {row['packing'] * 1e3:.3f} ms"
+    lines = [f"S={row['seqlen']}, {packing}"]
     lines.append(f"{'':26}{'forward ms':>12}{'/ base':>8}{'backward ms':>13}{'/ base':>8}{'error':>10}  base")
     for name, one in row["variants"].items():
         base, columns = row["variants"][one["base"]], ""
         for direction, width in (("forward", 12), ("backward", 13)):
-            columns += f"{min(one[direction]) * 1e3:{width}.3f}{min(one[direction]) / min(base[direction]):8.2f}"
+            seconds = min(one[direction])
+            columns += f"{seconds * 1e3:{width}.3f}{seconds / min(base[direction]):8.2f}"
         lines.append(f"{name:26}{columns}{one['error']:10.1e}  {one['base']}")
     return "\n".join(lines)
 

@@ -17,6 +17,7 @@ sys.path.insert(0, str(BENCHMARKS))
 import attention  # noqa: E402  (found on the path set just above, as the modules below)
 import masks  # noqa: E402
 import memory  # noqa: E402
+import multihead_attention  # noqa: E402
 import training  # noqa: E402
 from cell import Cell  # noqa: E402
 from implementations import IMPLEMENTATIONS, Implementation  # noqa: E402
@@ -66,6 +67,16 @@ def test_masks_writes_its_table(device, tmp_path, capsys):
     for name, one in row["variants"].items():
         assert f"\n{name} " in printed
         assert one["error"] < 0.05 and min(one["forward"] + one["backward"]) > 0
+
+
+def test_multihead_attention_writes_its_table(device, tmp_path, capsys):
+    path = tmp_path / "multihead.json"
+    multihead_attention.main(["--device", device, "--seqlens", "48", "--batch", "2", "--width", "64",
+                              "--heads", "2", "--rounds", "1", "--repeats", "1", "--json", str(path)])
+    printed, results = capsys.readouterr().out, json.loads(path.read_text())
+    for name, one in results["rows"][0]["uses"].items():
+        assert f"\n{name} " in printed
+        assert one["difference"] < (1e-5 if device == "cpu" else 0.05) and min(one["seconds"]["ours"]) > 0
 
 
 @pytest.mark.parametrize("mask,left", MASKS)
