@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 
 from . import _C
-from .attention import check_tensors, window_of
+from .attention import check_tensors, scale_of, window_of
 from .attention_mask import mask_for
 
 
@@ -177,6 +177,8 @@ def explain(
         "rows_q": rows_q, "rows_k": rows_k,
         "window_left": window[0], "window_right": window[1], "packed": packed,
         "block_size": (0, 0) if mask is None else mask.block_size, "attn_bias": attn_bias is not None,
+        "alibi": alibi_slopes is not None, "softmax_scale": scale_of(softmax_scale, q),
+        "softcap": float(softcap), "dropout_p": float(dropout_p),
         "deterministic": bool(deterministic) or torch.are_deterministic_algorithms_enabled(),
     }
     plans = _plans(sizes, q.device)

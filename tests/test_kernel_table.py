@@ -33,7 +33,8 @@ def sizes(seqlen_q=1024, seqlen_k=1024, batch=4, heads=16, head_dim=64, **given)
     return {"dtype": "bfloat16", "batch": batch, "heads_q": heads, "heads_k": heads, "head_dim": head_dim,
             "head_dim_v": head_dim, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "rows_q": seqlen_q,
             "rows_k": seqlen_k, "window_left": -1, "window_right": -1, "packed": False, "block_size": (0, 0),
-            "attn_bias": False, "deterministic": False, **given}
+            "attn_bias": False, "alibi": False, "softmax_scale": 1.0, "softcap": 0.0, "dropout_p": 0.0,
+            "deterministic": False, **given}
 
 
 @functools.cache

@@ -67,6 +67,7 @@ list device_rows() {
 // Sizes and options without tensors. Where choosing asks only whether there is a pointer, any one will do.
 ForwardProblem problem_of(const dict& sizes) {
     static int32_t something = 0;
+    static const float some_slope = 0;
     const auto number = [&](const char* name) { return sizes[name].cast<int64_t>(); };
     ForwardProblem problem{};
     const std::string dtype = sizes["dtype"].cast<std::string>();
@@ -91,6 +92,16 @@ ForwardProblem problem_of(const dict& sizes) {
         problem.key_blocks.column_block = problem.query_blocks.row_block = block_k;
     }
     if (sizes["attn_bias"].cast<bool>()) problem.bias.data = &something;
+    if (sizes["alibi"].cast<bool>()) problem.alibi_slopes = &some_slope;
+    problem.softmax_scale = sizes["softmax_scale"].cast<double>();
+    problem.softcap = sizes["softcap"].cast<double>();
+    problem.dropout_threshold = sizes["dropout_p"].cast<double>() > 0;
+    const auto contiguous = [](int64_t rows, int64_t heads, int64_t head_dim) {
+        return TensorView{nullptr, rows * heads * head_dim, heads * head_dim, head_dim};
+    };
+    problem.q = contiguous(problem.rows_q, problem.heads_q, problem.head_dim);
+    problem.k = contiguous(problem.rows_k, problem.heads_k, problem.head_dim);
+    problem.v = contiguous(problem.rows_k, problem.heads_k, problem.head_dim_v);
     return problem;
 }
 
