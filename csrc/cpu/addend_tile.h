@@ -8,8 +8,8 @@
 
 namespace flash::cpu::FLASH_CPU_ISA {
 
-// tile[(query - queries.begin) * query_stride + (key - keys.begin) * key_stride]; one of the strides is 1, and
-// where it is the queries' they are no more than a panel's.
+// tile[(query - queries.begin) * query_stride + (key - keys.begin) * key_stride]; one of the strides is 1,
+// and where it is the queries' they are no more than a panel's.
 template <class Element, class Real>
 void fill_addend_tile(Real* tile, const ForwardProblem& problem, int64_t batch, int64_t head,
                       Interval queries, int64_t query_stride, Interval keys, int64_t key_stride) {
