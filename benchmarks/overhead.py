@@ -17,7 +17,6 @@ Wheel: its bytes, and those of what it installs.
 """
 
 import argparse
-import os
 import statistics
 import subprocess
 import sys
