@@ -28,7 +28,7 @@ ROOT = Path(__file__).parent
 sys.path[:0] = [str(ROOT / "csrc" / folder) for folder in ("cpu", "cuda")]
 
 import toolkit  # noqa: E402  (found on the path set just above)
-from kernel_table import ROWS  # noqa: E402
+from kernel_table import ROWS, registry  # noqa: E402
 from variants import VARIANTS  # noqa: E402
 
 SOURCES = [
@@ -154,7 +154,7 @@ class BuildExtension(build_ext):
         for row in sorted(self.rows(), key=lambda row: (row.kernel, -row.configuration.head_dim)):
             for dtype in row.dtypes:
                 macros = self.folder / f"{row.symbol(dtype)}.h"
-                write(macros, "".join(f"#define {name} {text}\n" for name, text in row.macros(dtype).items()))
+                write(macros, row.header(dtype))
                 source = ROOT / "csrc" / "cuda" / row.engine / f"{row.kernel}.cu"
                 flags = toolkit.only(row.capability) if row.capability else gencode
                 yield row.symbol(dtype), [*nvcc, *flags, "-include", str(macros), "-c", str(source)]
@@ -184,20 +184,9 @@ class BuildExtension(build_ext):
     def registry(self):
         """The kernels that were compiled, in the table's order (csrc/cuda/kernel.h)."""
         compiled = [(row, dtype) for row in self.rows() for dtype in row.dtypes]
-        text = f'#include "{ROOT / "csrc/cuda/kernel.h"}"\n\nnamespace flash::cuda {{\n\n'
-        for kind in ("Forward", "Backward"):
-            symbols = [row.symbol(dtype) for row, dtype in compiled if row.kernel == kind.lower()]
-            text += "".join(f"extern const {kind}Kernel {symbol};\n" for symbol in symbols)
-            addresses = "".join(f"&{symbol}, " for symbol in symbols)
-            text += f"const {kind}Kernel* const {kind.lower()}_kernels[] = {{{addresses}nullptr}};\n\n"
-        packer = "pack_mask" if self.architectures else ""
-        text += "MaskPacker pack_mask;\n" if packer else ""
-        text += f"MaskPacker* const mask_packer = {{{packer or 'nullptr'}}};\n\n"
-        listed = "".join(f"{{{a.capability}, {str(a.ptx).lower()}}}, " for a in self.architectures)
-        text += f"const Architecture architectures[] = {{{listed}{{0, false}}}};\n"
-        text += f'const char* const toolkit = "{self.toolkit.version if self.architectures else ""}";\n\n'
+        version = self.toolkit.version if self.architectures else ""
         path = self.folder.absolute() / "registry.cpp"
-        write(path, f"{text}}}  // namespace flash::cuda\n")
+        write(path, registry(compiled, self.architectures, version, ROOT / "csrc/cuda/kernel.h"))
         return path
 
     def keep_logs(self, kernels):

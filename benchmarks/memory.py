@@ -221,11 +221,7 @@ def parse(arguments):
     one_cell.add_argument("--implementation", choices=IMPLEMENTATIONS)
     one_cell.add_argument("--direction", choices=STANDARD_MATRICES)
     one_cell.add_argument("--seqlen", type=int)
-    options = parser.parse_args(arguments)
-    for name, value in DEFAULTS[options.device].items():
-        if getattr(options, name) is None:
-            setattr(options, name, value)
-    return options
+    return report.fill_in(parser.parse_args(arguments), DEFAULTS)
 
 
 def main(arguments=None):

@@ -102,23 +102,11 @@ def parse(arguments):
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--repeats", type=int, default=3, help="steps in a sample")
     report.add_output_options(parser)
-    options = parser.parse_args(arguments)
-    for name, value in DEFAULTS[options.device].items():
-        if getattr(options, name) is None:
-            setattr(options, name, value)
-    return options
+    return report.fill_in(parser.parse_args(arguments), DEFAULTS)
 
 
 def main(arguments=None):
-    options = parse(arguments)
-    if report.drawn_earlier_run(options, draw):
-        return
-    rows = []
-    for seqlen in options.seqlens:
-        rows.append(measure(seqlen, options))
-        print(table(rows[-1]), flush=True)
-    shape = {name: getattr(options, name) for name in ("batch", "width", "heads", "dtype")}
-    report.write({"machine": machine(options.device), "shape": shape, "rows": rows}, options, draw)
+    report.measure_rows(parse(arguments), draw, measure, table, ("batch", "width", "heads", "dtype"), machine)
 
 
 if __name__ == "__main__":

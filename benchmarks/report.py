@@ -10,6 +10,27 @@ def add_output_options(parser):
                         "measure nothing and draw its PNG beside it")
 
 
+def fill_in(options, defaults):
+    """options with the device's defaults where nothing was given."""
+    for name, value in defaults[options.device].items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
+    return options
+
+
+def measure_rows(options, draw, measure, table, shape, machine):
+    """What a benchmark with a row for each sequence length does: measure(seqlen, options) and print it as
+    table(row), or draw an earlier run. shape: names of the options that the report repeats."""
+    if drawn_earlier_run(options, draw):
+        return
+    rows = []
+    for seqlen in options.seqlens:
+        rows.append(measure(seqlen, options))
+        print(table(rows[-1]), flush=True)
+    repeated = {name: getattr(options, name) for name in shape}
+    write({"machine": machine(options.device), "shape": repeated, "rows": rows}, options, draw)
+
+
 def drawn_earlier_run(options, draw):
     """-> whether --plot names a JSON file, which is then drawn."""
     if not options.plot or options.plot.suffix != ".json":

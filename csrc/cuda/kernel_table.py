@@ -122,6 +122,28 @@ class Row:
             "FLASH_FROM_KEYS": str(self.from_keys),
         }
 
+    def header(self, dtype):
+        """The macros as a file to include."""
+        return "".join(f"#define {name} {text}\n" for name, text in self.macros(dtype).items())
+
+
+def registry(compiled, architectures, toolkit, kernel_h):
+    """The source that lists what was compiled, [(row, dtype)], in the table's order, for architectures, whose
+    capability and ptx it repeats; kernel_h: csrc/cuda/kernel.h."""
+    text = f'#include "{kernel_h}"\n\nnamespace flash::cuda {{\n\n'
+    for kind in ("Forward", "Backward"):
+        symbols = [row.symbol(dtype) for row, dtype in compiled if row.kernel == kind.lower()]
+        text += "".join(f"extern const {kind}Kernel {symbol};\n" for symbol in symbols)
+        addresses = "".join(f"&{symbol}, " for symbol in symbols)
+        text += f"const {kind}Kernel* const {kind.lower()}_kernels[] = {{{addresses}nullptr}};\n\n"
+    packer = "pack_mask" if architectures else ""
+    text += "MaskPacker pack_mask;\n" if packer else ""
+    text += f"MaskPacker* const mask_packer = {{{packer or 'nullptr'}}};\n\n"
+    listed = "".join(f"{{{a.capability}, {str(a.ptx).lower()}}}, " for a in architectures)
+    text += f"const Architecture architectures[] = {{{listed}{{0, false}}}};\n"
+    text += f'const char* const toolkit = "{toolkit}";\n\n'
+    return f"{text}}}  // namespace flash::cuda\n"
+
 
 # Later rows of a head dim are for chips with less shared memory (163 KiB a block on 8.0, 99 on 8.6, 8.9 and
 # 12.0) and, in the forward, for biases.

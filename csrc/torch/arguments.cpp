@@ -257,9 +257,12 @@ ScoreMatrix Arguments::score_matrix(const char* name, const OptionalTensor& tens
     const bool kept_as_is =
         (columns <= 1 || tensor->stride(3) == 1) && tensor->stride(2) < int64_t(1) << 31;  // kernels' strides
     kept_.push_back(kept_as_is ? *tensor : torch::stable::contiguous(*tensor));
-    const Tensor& kept = kept_.back();
-    const auto stride = [&](int64_t dim) { return kept.size(dim) == 1 ? 0 : kept.stride(dim); };
-    return {kept.data_ptr(), stride(0), stride(1), stride(2)};
+    return score_matrix_of(kept_.back());
+}
+
+ScoreMatrix score_matrix_of(const Tensor& tensor) {
+    const auto stride = [&](int64_t dim) { return tensor.size(dim) == 1 ? 0 : tensor.stride(dim); };
+    return {tensor.data_ptr(), stride(0), stride(1), stride(2)};
 }
 
 BlockLists Arguments::block_lists(const char* axis, const OptionalTensor& counts,

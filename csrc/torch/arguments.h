@@ -36,6 +36,9 @@ struct CacheOptions {
     OptionalTensor seqlens, left_padding, entry, block_table;
 };
 
+// Of a tensor [B or 1, H or 1, Sq or 1, Sk] whose rows are contiguous.
+ScoreMatrix score_matrix_of(const Tensor& tensor);
+
 class Arguments {
   public:
     // Checks everything; throws std::runtime_error. problem.out and problem.lse are left to the caller. With

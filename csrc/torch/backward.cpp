@@ -52,11 +52,7 @@ std::tuple<Tensor, Tensor, Tensor> run_backward(Tensor dout, OptionalTensor dlse
     problem.dv = arguments.view(dv);
     const Tensor delta = arguments.new_statistics();
     problem.delta = arguments.statistics_of(delta);
-    if (dbias) {
-        // As attn_bias, but contiguous and in another type.
-        const auto stride = [&](int64_t dim) { return dbias->size(dim) == 1 ? 0 : dbias->stride(dim); };
-        problem.dbias = {dbias->data_ptr(), stride(0), stride(1), stride(2)};
-    }
+    if (dbias) problem.dbias = score_matrix_of(*dbias);
     execute(problem, q);
     return {dq, dk, dv};
 }

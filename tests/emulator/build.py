@@ -13,6 +13,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -20,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "csrc" / folder) for folder in ("cpu", "cuda")]
 
 import toolkit  # noqa: E402
-from kernel_table import ROWS  # noqa: E402
+from kernel_table import ROWS, registry  # noqa: E402
 
 CPU_ENGINE = ("csrc/cpu/forward.cpp", "csrc/cpu/backward.cpp")
 FLAGS = ["-std=c++20", "-fPIC", "-w", "-fvisibility=hidden", "-DFLASH_CUDA", "-DFLASH_CPU_ISA=baseline",
@@ -64,16 +65,14 @@ def units(folder, names):
     torch_include = Path(torch.__file__).parent / "include"
     csrc = folder / "csrc"
     includes = [pybind11.get_include(), torch_include, torch_include / "torch/csrc/api/include",
-                toolkit.Toolkit.find().include, subprocess.check_output(
-                    [sys.executable, "-c", "import sysconfig; print(sysconfig.get_paths()['include'])"],
-                    text=True).strip()]
+                toolkit.Toolkit.find().include, sysconfig.get_paths()["include"]]
     cpp = ["g++", *FLAGS, *(f"-isystem{path}" for path in includes)]
     emulated = [*cpp, "-include", str(ROOT / "tests/emulator/emulator.h"), "-DEMULATED_ARCH=900"]
     chosen = [(row, dtype) for row in ROWS for dtype in row.dtypes
               if any(name in row.symbol(dtype) for name in names)]
     for row, dtype in chosen:
         macros = folder / f"{row.symbol(dtype)}.h"
-        write(macros, "".join(f"#define {name} {text}\n" for name, text in row.macros(dtype).items()))
+        write(macros, row.header(dtype))
         yield row.symbol(dtype), [*emulated, "-O1", "-include", str(macros), "-x", "c++", "-c",
                                   str(csrc / "cuda" / row.engine / f"{row.kernel}.cu")]
     for source in sorted((csrc / "cuda/any").glob("*.cu")):
@@ -83,24 +82,9 @@ def units(folder, names):
                    *csrc.glob("torch/*.cpp")]:
         name = "_".join(source.with_suffix("").parts[-2:])
         yield name, [*cpp, "-O1", "-c", str(source)]
-    registry = folder / "registry.cpp"
-    write(registry, registry_text(csrc, chosen))
-    yield "registry", [*cpp, "-c", str(registry)]
-
-
-def registry_text(csrc, chosen):
-    text = f'#include "{csrc}/cuda/kernel.h"\n\nnamespace flash::cuda {{\n'
-    for kind in ("Forward", "Backward"):
-        symbols = [row.symbol(dtype) for row, dtype in chosen if row.kernel == kind.lower()]
-        text += "".join(f"extern const {kind}Kernel {symbol};\n" for symbol in symbols)
-        listed = "".join(f"&{symbol}, " for symbol in symbols)
-        text += f"const {kind}Kernel* const {kind.lower()}_kernels[] = {{{listed}nullptr}};\n"
-    return text + """MaskPacker pack_mask;
-MaskPacker* const mask_packer = pack_mask;
-const Architecture architectures[] = {{90, false}, {0, false}};
-const char* const toolkit = "emulated";
-}
-"""
+    listed = folder / "registry.cpp"
+    write(listed, registry(chosen, [toolkit.Architecture(90)], "emulated", csrc / "cuda/kernel.h"))
+    yield "registry", [*cpp, "-c", str(listed)]
 
 
 def compile_unit(folder, name, command):
@@ -118,8 +102,6 @@ def compile_unit(folder, name, command):
 
 def build(folder, names, rewritten=REWRITTEN):
     """The module's path. rewritten: {pattern: replacement} of what changes in csrc/."""
-    import sysconfig
-
     import torch
 
     folder = Path(folder).absolute()

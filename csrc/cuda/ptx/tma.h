@@ -14,14 +14,9 @@ __device__ __forceinline__ void tma_load(uint32_t shared, const CUtensorMap* map
                                          int row, int head, int batch) {
     asm volatile(
         "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, "
-        "%4, %5, "
-        "%6}], [%2];\n" ::"r"(shared),
+        "%4, %5, %6}], [%2];\n" ::"r"(shared),
         "l"(map), "r"(barrier), "r"(x), "r"(row), "r"(head), "r"(batch)
         : "memory");
-}
-
-__device__ __forceinline__ void tma_prefetch_map(const CUtensorMap* map) {
-    asm volatile("prefetch.tensormap [%0];\n" ::"l"(map) : "memory");
 }
 
 // Shared memory that this thread wrote, or read, is from here on seen, or overwritten, by wgmma and by

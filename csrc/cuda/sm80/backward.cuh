@@ -16,7 +16,7 @@
 
 #include "../ptx/mbarrier.h"
 #include "dq_sums.cuh"
-#include "finite.cuh"
+#include "../any/finite.cuh"
 #include "score_gradient.cuh"
 #include "../any/tile_walk.cuh"
 

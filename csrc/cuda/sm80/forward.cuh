@@ -20,7 +20,7 @@
 #include "../ptx/barrier.h"
 #include "../tile/gpu_math.h"
 #include "../tile/warp_product.h"
-#include "finite.cuh"
+#include "../any/finite.cuh"
 #include "key_stages.cuh"
 #include "score_gradient.cuh"
 

@@ -4,7 +4,7 @@
 // throughout.
 #pragma once
 
-#include "finite.cuh"
+#include "../any/finite.cuh"
 #include "key_stages.cuh"
 #include "score_gradient.cuh"
 

@@ -7,8 +7,8 @@
 #include "../tile/gpu_math.h"
 #include "../any/loader.cuh"
 #include "../any/row_tile.cuh"
-#include "score_addend.cuh"
 #include "../any/tile_walk.cuh"
+#include "score_addend.cuh"
 
 namespace flash::cuda::sm80 {
 

@@ -13,9 +13,8 @@ constexpr ForwardConfiguration kConfiguration FLASH_CONFIGURATION;
 using Shared = ForwardShared<kConfiguration>;
 
 // Of the 512 that a multiprocessor has for each of its 128 lanes.
-constexpr int kConsumerRegisters = kConfiguration.warpgroups == 3   ? 160
-                                   : kConfiguration.warpgroups == 2 ? 232
-                                                                    : 240;
+static_assert(kConfiguration.warpgroups == 2 || kConfiguration.warpgroups == 3);
+constexpr int kConsumerRegisters = kConfiguration.warpgroups == 3 ? 160 : 232;
 constexpr int kProducerRegisters = kConfiguration.warpgroups == 3 ? 32 : 40;
 
 __global__ void __launch_bounds__(kConfiguration.threads(), 1)

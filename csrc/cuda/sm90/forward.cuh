@@ -16,6 +16,7 @@
 #pragma once
 
 #include "../../attention/online_softmax.h"
+#include "../any/finite.cuh"
 #include "../any/loader.cuh"
 #include "../any/rows.cuh"
 #include "../ptx/barrier.h"
@@ -57,7 +58,9 @@ class ForwardConsumer {
     using Scores = Fragment<16, c.key_tile>;
     using Output = Fragment<16, c.head_dim>;
     using Probabilities = RegisterOperand<dtype, 16, c.key_tile>;
-    using QueryTile = TileLayout<c.queries(), c.head_dim, 2, kPanel>;  // as the copies leave it
+    // As the copies leave them.
+    using QueryTile = TileLayout<c.queries(), c.head_dim, 2, kPanel>;
+    using ValueTile = TileLayout<c.key_tile, c.head_dim, 2, kPanel>;
 
     // Names of barriers: 0 is the block's.
     static constexpr int kTurns = 1, kGroups = 1 + c.warpgroups, kConsumers = 1 + 2 * c.warpgroups;
@@ -71,12 +74,9 @@ class ForwardConsumer {
         return plan.tile.first + warp_row() + Scores::row(r);
     }
 
-    __device__ __forceinline__ static void await_turn() {
-        if constexpr (c.warpgroups > 1) barrier_of<kTurnThreads>(kTurns + warpgroup());
-    }
+    __device__ __forceinline__ static void await_turn() { barrier_of<kTurnThreads>(kTurns + warpgroup()); }
     __device__ __forceinline__ static void pass_turn() {
-        if constexpr (c.warpgroups > 1)
-            arrive_at_barrier_of<kTurnThreads>(kTurns + (warpgroup() + 1) % c.warpgroups);
+        arrive_at_barrier_of<kTurnThreads>(kTurns + (warpgroup() + 1) % c.warpgroups);
     }
 
     __device__ __forceinline__ KeyNote await_keys(uint32_t tile) const {
@@ -225,20 +225,11 @@ class ForwardConsumer {
     // no factor.
     __device__ __forceinline__ void exclude_bad_values(const ForwardPlan& plan, const KeyNote& note,
                                                        uint32_t tile) {
-        const uint32_t v = shared_address(shared_.v[tile % c.stages]);
         barrier_of<c.consumers()>(kConsumers);  // everybody has read the last tile's notes
         if (threadIdx.x < (c.key_tile + 31) / 32) shared_.bad_keys[threadIdx.x] = 0;
         barrier_of<c.consumers()>(kConsumers);
-#pragma unroll 1
-        for (int i = int(threadIdx.x) * 16; i < ForwardShared<c>::key_bytes; i += c.consumers() * 16) {
-            const uint4 x = load_shared_16(v + i);
-            const uint4 clean = make_uint4(finite_or_zero<dtype>(x.x), finite_or_zero<dtype>(x.y),
-                                           finite_or_zero<dtype>(x.z), finite_or_zero<dtype>(x.w));
-            if (clean.x == x.x && clean.y == x.y && clean.z == x.z && clean.w == x.w) continue;
-            store_shared(v + i, clean);
-            const int key = i % (c.key_tile * kPanelRowBytes) / kPanelRowBytes;
-            atomicOr(&shared_.bad_keys[key / 32], 1u << key % 32);
-        }
+        clear_bad_elements<dtype, c.consumers(), ValueTile>(shared_address(shared_.v[tile % c.stages]),
+                                                            shared_.bad_keys);
         fence_async_proxy();
         barrier_of<c.consumers()>(kConsumers);
 #pragma unroll

@@ -27,8 +27,6 @@ inline void tma_load(uint32_t shared, const CUtensorMap* map, uint32_t barrier, 
     });
 }
 
-inline void tma_prefetch_map(const CUtensorMap*) {}
-
 inline void fence_async_proxy() {}
 
 }  // namespace flash::cuda

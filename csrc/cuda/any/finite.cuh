@@ -5,9 +5,9 @@
 
 #include "../tile/element.h"
 #include "../tile/smem_tile.h"
-#include "../any/loader.cuh"
+#include "loader.cuh"
 
-namespace flash::cuda::sm80 {
+namespace flash::cuda {
 
 // Among those that this thread looks at.
 template <DType dtype, int kThreads, class Tile>
@@ -28,6 +28,7 @@ __device__ __forceinline__ bool has_bad_element(uint32_t tile) {
     return (carries & 0x80008000) != 0;
 }
 
+// By kThreads threads, which have cleared bad_rows and whose writes are seen behind a barrier.
 template <DType dtype, int kThreads, class Tile>
 __device__ __forceinline__ void clear_bad_elements(uint32_t tile, uint32_t* bad_rows) {
     using Threads = TileThreads<Tile, kThreads>;
@@ -56,4 +57,4 @@ __device__ __forceinline__ bool clear_bad_rows(uint32_t* bad_rows, Addresses... 
     return true;
 }
 
-}  // namespace flash::cuda::sm80
+}  // namespace flash::cuda
