@@ -35,6 +35,7 @@ class HopperForward:
     warpgroups: int  # that compute, 64 queries each
     stages: int  # tiles of keys, and of values, in flight
     query_buffers: int
+    turns: bool = True  # warpgroups start their products one after the other
 
     @property
     def query_tile(self):
@@ -106,7 +107,7 @@ class Row:
 
     def macros(self, dtype):
         """What the source is compiled with. In a header: nvcc loses quotes and splits commas in a -D."""
-        fields = ", ".join(f".{name} = {value}" for name, value in asdict(self.configuration).items())
+        fields = ", ".join(f".{name} = {value:d}" for name, value in asdict(self.configuration).items())
         def first(kernel, head_dim=None):
             symbols = [row.symbol(dtype) for row in ROWS if row.kernel == kernel and dtype in row.dtypes
                        and head_dim in (None, row.configuration.head_dim)]

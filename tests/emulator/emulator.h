@@ -213,15 +213,18 @@ inline int __any_sync(unsigned, int mine) {
     return mine;
 }
 template <class T>
-T __shfl_xor_sync(unsigned, T mine, int step) {
+T __shfl_sync(unsigned, T mine, int from) {
     struct Exchange {
         T mine, other;
-        int step;
-    } exchange{mine, mine, step};
+        int from;
+    } exchange{mine, mine, from};
     emulator::with_warp(exchange, [](Exchange* const* lanes) {
         for (int lane = 0; lane < emulator::kLanes; ++lane)
-            if (lanes[lane] && lanes[lane ^ lanes[lane]->step])
-                lanes[lane]->other = lanes[lane ^ lanes[lane]->step]->mine;
+            if (lanes[lane] && lanes[lanes[lane]->from]) lanes[lane]->other = lanes[lanes[lane]->from]->mine;
     });
     return exchange.other;
+}
+template <class T>
+T __shfl_xor_sync(unsigned mask, T mine, int step) {
+    return __shfl_sync(mask, mine, int(threadIdx.x) % emulator::kLanes ^ step);
 }

@@ -1,6 +1,8 @@
 // Which rows a block owns: a tile of one head's queries (forward) or keys (backward).
 #pragma once
 
+#include <algorithm>
+
 #include "../../attention/block_mask.h"
 #include "../../attention/mask.h"
 #include "../../attention/sequence.h"
@@ -22,16 +24,18 @@ struct RowTile {
 // Cuts one axis of a problem into tiles, on the host; a block finds its own with no division.
 class RowTiling {
   public:
-    // cache_bytes: what of the second-level cache the other axis of heads that go together may take.
-    static RowTiling of_queries(const ForwardProblem& problem, Position tile, int64_t cache_bytes) {
+    // cache_bytes: what of the second-level cache the other axis of heads that go together may take, unless
+    // they have fewer tiles than least_tiles then.
+    static RowTiling of_queries(const ForwardProblem& problem, Position tile, int64_t cache_bytes,
+                                int64_t least_tiles = 1) {
         return RowTiling(problem, true, tile, problem.cu_seqlens_q ? problem.rows_q : problem.seqlen_q,
                          problem.heads_q, problem.cu_seqlens_q, problem.key_blocks,
-                         row_bytes(problem) * problem.seqlen_k / group_of(problem), cache_bytes);
+                         row_bytes(problem) * problem.seqlen_k / group_of(problem), cache_bytes, least_tiles);
     }
     static RowTiling of_keys(const ForwardProblem& problem, Position tile, int64_t cache_bytes) {
         return RowTiling(problem, false, tile, problem.cu_seqlens_k ? problem.rows_k : problem.seqlen_k,
                          problem.heads_k, problem.cu_seqlens_k, problem.query_blocks,
-                         row_bytes(problem) * problem.seqlen_q * group_of(problem), cache_bytes);
+                         row_bytes(problem) * problem.seqlen_q * group_of(problem), cache_bytes, 1);
     }
 
     FLASH_HOST_DEVICE int64_t count() const { return count_; }
@@ -80,13 +84,15 @@ class RowTiling {
     // Blocks that don't start at a multiple of 16 leave room for the rows before them. head_bytes: of a
     // head's other axis.
     RowTiling(const ForwardProblem& problem, bool queries, Position tile, int64_t rows, int64_t heads,
-              const int32_t* cu_seqlens, const BlockLists& lists, int64_t head_bytes, int64_t cache_bytes)
+              const int32_t* cu_seqlens, const BlockLists& lists, int64_t head_bytes, int64_t cache_bytes,
+              int64_t least_tiles)
         : packed_{cu_seqlens, problem.batch, rows, tile},
           cuts_(rows, lists, lists.counts && lists.row_block % 16 != 0 ? tile - 16 : tile),
           queries_(queries),
           tiles_(uint32_t(at_least_1(cu_seqlens ? packed_.slots() : cuts_.count()))),
           all_heads_(heads * (cu_seqlens ? 1 : problem.batch)),
-          order_(tiles_, at_least_1(all_heads_), section(problem, head_bytes, cache_bytes)),
+          order_(tiles_, at_least_1(all_heads_),
+                 section(problem, head_bytes, cache_bytes, (least_tiles + tiles_ - 1) / tiles_)),
           heads_(uint32_t(at_least_1(heads))),
           group_(uint32_t(group_of(problem))),
           count_((cu_seqlens ? packed_.slots() : cuts_.count()) * all_heads_) {}
@@ -103,9 +109,10 @@ class RowTiling {
     }
 
     // How many heads go together, if a diagonal makes some tiles longer than others.
-    static int64_t section(const ForwardProblem& problem, int64_t head_bytes, int64_t cache_bytes) {
+    static int64_t section(const ForwardProblem& problem, int64_t head_bytes, int64_t cache_bytes,
+                           int64_t least) {
         if (problem.window_right < 0 || problem.window_left >= 0) return 1;
-        return at_least_1(cache_bytes / at_least_1(head_bytes));
+        return std::max(cache_bytes / at_least_1(head_bytes), least);
     }
 
     PackedTiles packed_;  // cu_seqlens == nullptr: dense

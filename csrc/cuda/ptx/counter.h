@@ -31,4 +31,28 @@ __device__ __forceinline__ uint32_t load_acquire(const uint32_t* counter) {
     return x;
 }
 
+__device__ __forceinline__ uint64_t load_acquire(const uint64_t* ticket) {
+    uint64_t x;
+    asm volatile("ld.acquire.gpu.global.u64 %0, [%1];\n"
+                 : "=l"(x)
+                 : "l"(__cvta_generic_to_global(ticket))
+                 : "memory");
+    return x;
+}
+
+__device__ __forceinline__ void store_release(uint64_t* ticket, uint64_t x) {
+    asm volatile("st.release.gpu.global.u64 [%0], %1;\n" ::"l"(__cvta_generic_to_global(ticket)), "l"(x)
+                 : "memory");
+}
+
+// Returns what was there before; says nothing about other writes.
+__device__ __forceinline__ uint32_t add_relaxed(uint32_t* counter, uint32_t x) {
+    uint32_t before;
+    asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;\n"
+                 : "=r"(before)
+                 : "l"(__cvta_generic_to_global(counter)), "r"(x)
+                 : "memory");
+    return before;
+}
+
 }  // namespace flash::cuda

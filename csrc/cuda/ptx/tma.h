@@ -9,6 +9,11 @@
 
 namespace flash::cuda {
 
+// The map is on its way to where copies look for it.
+__device__ __forceinline__ void tma_prefetch_map(const CUtensorMap* map) {
+    asm volatile("prefetch.tensormap [%0];\n" ::"l"(map) : "memory");
+}
+
 // Into shared memory; the mbarrier is told of every byte.
 __device__ __forceinline__ void tma_load(uint32_t shared, const CUtensorMap* map, uint32_t barrier, int x,
                                          int row, int head, int batch) {

@@ -1,6 +1,8 @@
 // One row of the kernel table and one element type.
 #include <algorithm>
+#include <atomic>
 #include <cstdlib>
+#include <random>
 
 #include "forward.cuh"
 
@@ -19,7 +21,7 @@ constexpr int kProducerRegisters = kConfiguration.warpgroups == 3 ? 32 : 40;
 
 __global__ void __launch_bounds__(kConfiguration.threads(), 1)
     attention_forward(const __grid_constant__ ForwardProblem problem,
-                      const __grid_constant__ ForwardMaps maps, const __grid_constant__ RowTiling tiling,
+                      const __grid_constant__ ForwardMaps maps, const __grid_constant__ TileQueue queue,
                       const __grid_constant__ float score_unit, const __grid_constant__ double natural) {
     extern __shared__ __align__(1024) char memory[];
     Shared& shared = *reinterpret_cast<Shared*>(memory);
@@ -30,8 +32,10 @@ __global__ void __launch_bounds__(kConfiguration.threads(), 1)
     __syncthreads();
     if (threadIdx.x >= kConfiguration.consumers()) {
         shrink_registers<kProducerRegisters>();
-        if (threadIdx.x / 32 == kConfiguration.consumers() / 32)
-            ForwardProducer<kConfiguration>(problem, maps, tiling, shared).run();
+        const int warp = int(threadIdx.x - kConfiguration.consumers()) / 32;
+        if (warp == 0) ForwardProducer<kConfiguration>(problem, maps, shared).run();
+        if (warp == 1 && lane_index() == 0)
+            ForwardPlanner<kConfiguration>(problem, maps, queue, shared).run();
     } else {
         grow_registers<kConsumerRegisters>();
         ForwardConsumer<kDType, kConfiguration>(problem, shared, score_unit, natural).run();
@@ -62,30 +66,52 @@ const char* why_not(const ForwardProblem& problem, const Device& device) {
         !fits_tensor_map(keys_of(problem, problem.k, problem.head_dim), 2) ||
         !fits_tensor_map(keys_of(problem, problem.v, problem.head_dim_v), 2))
         return "rows, or what lies between them, are no multiples of 16 bytes";
+    if (!fits_store_rows(problem.out, problem.head_dim_v))
+        return "the output's rows, or what lies between them, are no multiples of 8 bytes";
     const int64_t tiles = problem.cu_seqlens_q ? problem.rows_q / kConfiguration.queries() + problem.batch
                                                : (problem.seqlen_q + kConfiguration.queries() - 1) /
                                                      kConfiguration.queries() * problem.batch;
-    if (tiles * problem.heads_q * 2 < device.multiprocessors)
+    // The bits of a row are not to depend on how many others there are.
+    if (!problem.deterministic && tiles * problem.heads_q * 2 < device.multiprocessors)
         return "there are too few queries to keep the GPU busy";
     return nullptr;
 }
 
-int64_t workspace_bytes(const ForwardProblem&, int) {
-    return 0;
+RowTiling tiling_of(const ForwardProblem& problem, const Device& device) {
+    return RowTiling::of_queries(problem, kConfiguration.queries(), device.l2_bytes / 6,
+                                 device.multiprocessors);
+}
+
+// Under a mask, and in packed sequences, tiles see different numbers of keys.
+int64_t workspace_bytes(const ForwardProblem& problem, int) {
+    const bool unequal =
+        problem.window_left >= 0 || problem.window_right >= 0 || problem.cu_seqlens_q || problem.cu_seqlens_k;
+    return unequal ? TileQueue::workspace_bytes : 0;
+}
+
+// Differs from that of every launch whose ticket may still lie in memory.
+uint64_t new_ticket() {
+    static std::atomic<uint64_t> ticket = [] {
+        std::random_device random;
+        return uint64_t(random()) << 32 | random();
+    }();
+    const uint64_t mine = ++ticket;
+    return mine ? mine : ++ticket;
 }
 
 void launch(const ForwardProblem& problem, int, const Launch& launch) {
     const float score_unit = float(problem.softmax_scale * GpuMath::unit);
     const double natural = problem.softmax_scale / double(score_unit);
-    const RowTiling tiling =
-        RowTiling::of_queries(problem, kConfiguration.queries(), launch.device.l2_bytes / 3);
+    const RowTiling tiling = tiling_of(problem, launch.device);
+    const TileQueue queue(tiling, problem.seqlen_k >= 16 * kConfiguration.key_tile,
+                          static_cast<TileCounter*>(launch.workspace), new_ticket());
     const ForwardMaps maps{
         tensor_map(queries_of(problem), kDType, kConfiguration.queries()),
         tensor_map(keys_of(problem, problem.k, problem.head_dim), kDType, kConfiguration.key_tile),
         tensor_map(keys_of(problem, problem.v, problem.head_dim_v), kDType, kConfiguration.key_tile)};
     launch_kernel(FLASH_KERNEL_NAME, attention_forward,
                   std::min<int64_t>(tiling.count(), launch.device.multiprocessors), kConfiguration.threads(),
-                  sizeof(Shared), launch, problem, maps, tiling, score_unit, natural);
+                  sizeof(Shared), launch, problem, maps, queue, score_unit, natural);
 }
 
 }  // namespace

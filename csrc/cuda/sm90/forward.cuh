@@ -24,6 +24,7 @@
 #include "../tile/gpu_math.h"
 #include "../tile/warp_product.h"
 #include "forward_producer.cuh"
+#include "store_rows.cuh"
 #include "warpgroup_product.h"
 
 namespace flash::cuda::sm90 {
@@ -34,23 +35,28 @@ class ForwardConsumer {
     // score_unit: from a dot product to a score in log 2. natural: one of those in natural units.
     __device__ ForwardConsumer(const ForwardProblem& problem, ForwardShared<c>& shared,
                                const float& score_unit, const double& natural)
-        : problem_(problem), shared_(shared), score_unit_(score_unit), natural_(natural) {}
+        : problem_(problem),
+          shared_(shared),
+          score_unit_(score_unit),
+          natural_(natural),
+          warpgroup_(__shfl_sync(0xffffffff, int(threadIdx.x) / 128, 0)) {}
 
     __device__ __forceinline__ void run() {
-        if (warpgroup() == c.warpgroups - 1) pass_turn();
+        if (c.turns && warpgroup_ == c.warpgroups - 1) pass_turn();
         uint32_t tile = 0;  // of keys, of all that the block does
-        for (uint32_t n = 0;; ++n) {
-            mbarrier_wait(in_ring(shared_.q_full, n), parity(shared_.q_full, n));
-            ForwardPlan& plan = shared_.plans[n % c.query_buffers];
-            if (plan.work == Work::end) break;
-            if (plan.work == Work::tile) {
-                q_ = shared_address(shared_.q[n % c.query_buffers]) + warpgroup() * 64 * kPanelRowBytes;
-#pragma unroll
-                for (auto& softmax : softmax_) softmax = OnlineSoftmax<GpuMath>();
-                attend(plan, tile);
-                finish(plan, shared_address(shared_.q[n % c.query_buffers]));
+        for (uint32_t n = 0;;) {
+            const ForwardPlan& plan = await_queries(n);
+            if (everywhere(plan.work == Work::end)) break;
+            if (multiplies(plan)) {
+                attend(n, tile);
+                continue;
             }
-            mbarrier_arrive_warp(in_ring(shared_.q_empty, n));
+            if (everywhere(plan.work == Work::tile)) {
+                if (everywhere(plan.has_keys)) tile = leave_rest(tile);
+                finish_empty(plan);
+            }
+            leave_queries(n);
+            leave_plan(n++);
         }
     }
 
@@ -58,30 +64,54 @@ class ForwardConsumer {
     using Scores = Fragment<16, c.key_tile>;
     using Output = Fragment<16, c.head_dim>;
     using Probabilities = RegisterOperand<dtype, 16, c.key_tile>;
-    // As the copies leave them.
-    using QueryTile = TileLayout<c.queries(), c.head_dim, 2, kPanel>;
+    struct Softmax {
+        OnlineSoftmax<GpuMath> rows[Scores::rows];
+    };
+    // As the copies leave it.
     using ValueTile = TileLayout<c.key_tile, c.head_dim, 2, kPanel>;
 
     // Names of barriers: 0 is the block's.
-    static constexpr int kTurns = 1, kGroups = 1 + c.warpgroups, kConsumers = 1 + 2 * c.warpgroups;
+    static constexpr int kTurns = 1, kConsumers = 1 + c.warpgroups;
     static constexpr int kTurnThreads = 256;  // those whose turn it is, and those who were before
     // Scores whose rounding errors matter as exponents.
     static constexpr float kHuge = 1 << 22;
 
-    __device__ __forceinline__ static int warpgroup() { return int(threadIdx.x) / 128; }
     __device__ __forceinline__ static int warp_row() { return int(threadIdx.x) / 32 * 16; }
     __device__ __forceinline__ Position query(const ForwardPlan& plan, int r) const {
         return plan.tile.first + warp_row() + Scores::row(r);
     }
 
-    __device__ __forceinline__ static void await_turn() { barrier_of<kTurnThreads>(kTurns + warpgroup()); }
-    __device__ __forceinline__ static void pass_turn() {
-        arrive_at_barrier_of<kTurnThreads>(kTurns + (warpgroup() + 1) % c.warpgroups);
+    __device__ __forceinline__ void await_turn() const {
+        if constexpr (c.turns) barrier_of<kTurnThreads>(kTurns + warpgroup_);
+    }
+    __device__ __forceinline__ void pass_turn() const {
+        if constexpr (c.turns) arrive_at_barrier_of<kTurnThreads>(kTurns + (warpgroup_ + 1) % c.warpgroups);
     }
 
-    __device__ __forceinline__ KeyNote await_keys(uint32_t tile) const {
+    // What the whole warp knows to be so, as the compiler sees then: branches need no care, and what they
+    // lead to is the same in all lanes.
+    __device__ __forceinline__ static bool everywhere(bool x) { return __any_sync(0xffffffff, x); }
+
+    __device__ __forceinline__ ForwardPlan& await_queries(uint32_t n) const {
+        mbarrier_wait(in_ring(shared_.q_full, n), parity(shared_.q_full, n));
+        return shared_.plans[n % kPlans];
+    }
+    __device__ __forceinline__ void leave_queries(uint32_t n) const {
+        mbarrier_arrive_warp(in_ring(shared_.q_empty, n));
+    }
+    __device__ __forceinline__ void leave_plan(uint32_t n) const {
+        mbarrier_arrive_warp(in_ring(shared_.done, n));
+    }
+    __device__ __forceinline__ bool multiplies(const ForwardPlan& plan) const {
+        return everywhere(plan.multiplies(warpgroup_));
+    }
+    __device__ __forceinline__ void await_keys(uint32_t tile) const {
         mbarrier_wait(in_ring(shared_.k_full, tile), parity(shared_.k_full, tile));
-        return shared_.notes[tile % c.stages];
+    }
+    // Of keys that are there: the warpgroup's flags, and those of all.
+    __device__ __forceinline__ uint32_t flags_of(uint32_t tile) const {
+        const uint32_t flags = __shfl_sync(0xffffffff, shared_.note(tile).flags, 0);
+        return (flags >> 4 * warpgroup_ & 0xf) | (flags & ~0xffffu);
     }
     __device__ __forceinline__ void await_values(uint32_t tile) const {
         mbarrier_wait(in_ring(shared_.v_full, tile), parity(shared_.v_full, tile));
@@ -93,8 +123,11 @@ class ForwardConsumer {
         mbarrier_arrive_warp(in_ring(shared_.v_empty, tile));
     }
 
-    __device__ __forceinline__ void start_qk(Scores& s, uint32_t tile) const {
-        multiply_rows_by_rows<dtype, c.head_dim>(s, q_, c.queries(),
+    __device__ __forceinline__ void start_qk(Scores& s, uint32_t n, uint32_t tile) const {
+        uint32_t q = shared_address(shared_.q[n % c.query_buffers]) + warpgroup_ * 64 * kPanelRowBytes;
+        // Were it always the same, all its descriptors would be kept, in registers that there are not.
+        if constexpr (c.query_buffers == 1) q = __shfl_sync(0xffffffff, q, 0);
+        multiply_rows_by_rows<dtype, c.head_dim>(s, q, c.queries(),
                                                  shared_address(shared_.k[tile % c.stages]));
         wgmma_commit();
     }
@@ -104,39 +137,97 @@ class ForwardConsumer {
         wgmma_commit();
     }
 
-    __device__ __forceinline__ void attend(const ForwardPlan& plan, uint32_t& tile) {
-        settled_ = false;
-        out_.clear();
-        if (!plan.has_keys) return;
+    // Keys and values of a tile that is there, of no use to the warpgroup.
+    __device__ __forceinline__ void leave_unused(uint32_t tile) const {
+        leave_keys(tile);
+        await_values(tile);
+        leave_values(tile);
+        await_turn();
+        pass_turn();
+    }
+    // Returns the first tile that the warpgroup sees, or `limit`.
+    __device__ __forceinline__ uint32_t leave_hidden(uint32_t tile, uint32_t limit) const {
+        for (await_keys(tile); tile != limit && flags_of(tile) & KeyNote::hidden; await_keys(++tile))
+            leave_unused(tile);
+        return tile;
+    }
+    // Returns the next tile of queries' first one.
+    __device__ __forceinline__ uint32_t leave_rest(uint32_t tile) const {
+        for (bool end = false; !end; ++tile) {
+            await_keys(tile);
+            end = flags_of(tile) & KeyNote::end;
+            leave_unused(tile);
+        }
+        return tile;
+    }
+
+    // Tiles of queries from the n-th on, as long as the next one is there to go on with: its first scores are
+    // computed beside the last output.
+    __device__ __forceinline__ void attend(uint32_t& n, uint32_t& tile) {
+        const ForwardPlan* plan = &shared_.plans[n % kPlans];
         Scores s;
         float rescale[Scores::rows];
-        KeyNote note = await_keys(tile);
+        softmax_ = Softmax();
+        settled_ = false;
+        out_.clear();
+        tile = leave_hidden(tile, tile - 1);
         await_turn();
         wgmma_fence();
-        start_qk(s, tile);
+        start_qk(s, n, tile);
         pass_turn();
+        uint32_t flags = flags_of(tile), next_tile;
         wgmma_wait<0>();
         keep(registers_of(s));
         leave_keys(tile);
-        exponentiate(s, rescale, plan, note);
+        if (flags & KeyNote::last) leave_queries(n);
+        exponentiate(s, rescale, *plan, tile, flags);
         Probabilities p(s);
-        while (!note.last) {
+        while (true) {
             await_values(tile);
-            if (plan.careful && note.masked) exclude_bad_values(plan, note, tile);
-            note = await_keys(tile + 1);
+            if ((flags & KeyNote::careful) && (flags & KeyNote::masked)) exclude_bad_values(*plan, tile);
+            const bool ends = flags & KeyNote::last;
+            const ForwardPlan* next = plan;
+            next_tile = tile + 1;
+            if (ends) {
+                if (!(flags & KeyNote::end)) next_tile = leave_rest(next_tile);
+                next = &await_queries(n + 1);
+                if (!multiplies(*next)) break;
+                // The producer waits for the values of this tile when it has copied so many more.
+                next_tile = leave_hidden(next_tile, tile + c.stages);
+                if (flags_of(next_tile) & KeyNote::hidden) break;
+            } else {
+                await_keys(next_tile);
+            }
             await_turn();
             wgmma_fence();
-            start_qk(s, tile + 1);
+            start_qk(s, n + ends, next_tile);
             start_pv(p, tile);
             pass_turn();
+            flags = flags_of(next_tile);
+            const Softmax before = softmax_;
+            if (ends) {
+                softmax_ = Softmax();
+                settled_ = false;
+            }
             wgmma_wait<1>();
             keep(registers_of(s));
-            leave_keys(tile + 1);
-            exponentiate(s, rescale, plan, note);
+            leave_keys(next_tile);
+            if (flags & KeyNote::last) leave_queries(n + ends);
+            exponentiate(s, rescale, *next, next_tile, flags);
+#ifdef FLASH_ENFORCE
+            if (__any_sync(0xffffffff, softmax_.rows[0].row_sum + softmax_.rows[1].row_sum == -1.f))
+                settled_ = false;
+#endif
             wgmma_wait<0>();
             keep(registers_of(s));
             leave_values(tile);
-            if (plan.careful) {
+            if (ends) {
+                keep(registers_of(out_));
+                finish(shared_.plans[n % kPlans], before);
+                leave_plan(n++);
+                out_.clear();
+                plan = next;
+            } else if (flags & KeyNote::careful) {
                 keep(registers_of(out_));
 #pragma unroll
                 for (int r = 0; r < Scores::rows; ++r)
@@ -144,31 +235,32 @@ class ForwardConsumer {
                     for (int column = 0; column < Output::columns; ++column) out_.at(r, column) *= rescale[r];
             }
             p = Probabilities(s);
-            ++tile;
+            tile = next_tile;
         }
-        await_values(tile);
-        if (plan.careful && note.masked) exclude_bad_values(plan, note, tile);
         wgmma_fence();
         start_pv(p, tile);
         wgmma_wait<0>();
         keep(registers_of(out_));
-        leave_values(tile++);
+        leave_values(tile);
+        tile = next_tile;
+        finish(shared_.plans[n % kPlans], softmax_);
+        leave_plan(n++);
     }
 
     // Scores become probabilities relative to the maximum of the row's first tile or, carefully, to that of
     // all so far: then what was summed up before is to be rescaled.
     __device__ __forceinline__ void exponentiate(Scores& s, float (&rescale)[Scores::rows],
-                                                 const ForwardPlan& plan, const KeyNote& note) {
+                                                 const ForwardPlan& plan, uint32_t tile, uint32_t flags) {
         float unit = score_unit_;
-        if (note.masked) mask(s, plan, note);
-        if (plan.careful) {
+        if (flags & KeyNote::masked) mask(s, plan, shared_.note(tile));
+        if (flags & KeyNote::careful) {
             // Rounded as the maximum is, so that the largest probability is 1.
 #pragma unroll
             for (int r = 0; r < Scores::rows; ++r) {
 #pragma unroll
                 for (int column = 0; column < Scores::columns; ++column)
                     s.at(r, column) = __fmul_rn(s.at(r, column), unit);
-                rescale[r] = softmax_[r].update(row_maximum(s, r));
+                rescale[r] = softmax_.rows[r].update(row_maximum(s, r));
             }
             unit = 1;
         } else if (!settled_) {
@@ -176,15 +268,15 @@ class ForwardConsumer {
         }
 #pragma unroll
         for (int r = 0; r < Scores::rows; ++r) {
-            const float reference = softmax_[r].reference();
-            float sum = softmax_[r].row_sum;
+            const float reference = softmax_.rows[r].reference();
+            float sum = softmax_.rows[r].row_sum;
 #pragma unroll
             for (int column = 0; column < Scores::columns; ++column) {
                 float& p = s.at(r, column);
                 p = GpuMath::exponential(p * unit - reference);
                 sum += p;
             }
-            softmax_[r].row_sum = sum;
+            softmax_.rows[r].row_sum = sum;
         }
     }
 
@@ -194,8 +286,9 @@ class ForwardConsumer {
 #pragma unroll
         for (int r = 0; r < Scores::rows; ++r) {
             const float largest = row_maximum(s, r) * score_unit_;
-            if (!softmax_[r].settled() && largest > softmax_[r].row_max) softmax_[r].row_max = largest;
-            settled &= softmax_[r].settled();
+            if (!softmax_.rows[r].settled() && largest > softmax_.rows[r].row_max)
+                softmax_.rows[r].row_max = largest;
+            settled &= softmax_.rows[r].settled();
         }
         settled_ = !__any_sync(0xffffffff, !settled);
     }
@@ -223,8 +316,8 @@ class ForwardConsumer {
     // All consumers: elements of V that are not finite become 0, and the output of a row that sees such a key
     // is NaN from here on. What is not finite would else be everybody's: a hidden key's probability is 0, not
     // no factor.
-    __device__ __forceinline__ void exclude_bad_values(const ForwardPlan& plan, const KeyNote& note,
-                                                       uint32_t tile) {
+    __device__ __forceinline__ void exclude_bad_values(const ForwardPlan& plan, uint32_t tile) {
+        const KeyNote& note = shared_.note(tile);
         barrier_of<c.consumers()>(kConsumers);  // everybody has read the last tile's notes
         if (threadIdx.x < (c.key_tile + 31) / 32) shared_.bad_keys[threadIdx.x] = 0;
         barrier_of<c.consumers()>(kConsumers);
@@ -248,49 +341,51 @@ class ForwardConsumer {
         }
     }
 
-    __device__ __forceinline__ void finish(ForwardPlan& plan, uint32_t staging) {
+    __device__ __forceinline__ void finish(ForwardPlan& plan, Softmax softmax) {
         const RowTile& tile = plan.tile;
         bool wrong = false;
 #pragma unroll
         for (int r = 0; r < Scores::rows; ++r) {
-            OnlineSoftmax<GpuMath>& softmax = softmax_[r];
-            softmax.row_sum = quad_sum(softmax.row_sum);
-            bool finite = softmax.row_sum < INFINITY && fabsf(softmax.reference()) < kHuge;
-            const float factor = softmax.normalizer();
+            OnlineSoftmax<GpuMath>& row = softmax.rows[r];
+            row.row_sum = quad_sum(row.row_sum);
+            const float factor = row.normalizer();
+            float zero = 0;  // NaN if an element is not finite
 #pragma unroll
             for (int column = 0; column < Output::columns; ++column) {
-                finite &= fabsf(out_.at(r, column)) < INFINITY;
+                zero = fmaf(out_.at(r, column), 0, zero);
                 out_.at(r, column) *= factor;
             }
+            const bool finite = zero == 0 && row.row_sum < INFINITY && fabsf(row.reference()) < kHuge;
             wrong |= !finite && tile.rows.contains(query(plan, r));
         }
         if (!plan.careful && __any_sync(0xffffffff, wrong) && lane_index() == 0) plan.redo = true;
-        store_lse(tile, plan);
-        // The warpgroup's rows of Q are read by nobody any more.
-        barrier_of<128>(kGroups + warpgroup());
-        store_fragment<dtype, QueryTile>(staging, out_, warp_row(), 0);
-        __syncwarp();
-        const HeadRows<Bits<dtype>> out(problem_.out, tile.unowned ? 0 : tile.batch,
-                                        tile.sequence.first_query_row, tile.head, problem_.head_dim_v);
-        store_tile<32, QueryTile, 16>(out, staging + warp_row() * QueryTile::row_bytes,
-                                      tile.first + warp_row(), tile.rows);
-        fence_async_proxy();  // the next queries take its place
+        store(plan, softmax);
     }
 
-    __device__ __forceinline__ void store_lse(const RowTile& tile, const ForwardPlan& plan) const {
+    // No query of the tile sees a key.
+    __device__ __forceinline__ void finish_empty(const ForwardPlan& plan) {
+        out_.clear();
+        store(plan, Softmax());
+    }
+
+    __device__ __forceinline__ void store(const ForwardPlan& plan, const Softmax& softmax) const {
+        const RowTile& tile = plan.tile;
         float* lse = statistics_of<float>(problem_.lse, tile.batch, tile.sequence.first_query_row, tile.head);
         const int mine = lane_index() % 4;
-        const OnlineSoftmax<GpuMath> softmax = mine == 0 ? softmax_[0] : softmax_[1];
+        const OnlineSoftmax<GpuMath> row = mine == 0 ? softmax.rows[0] : softmax.rows[1];
         if (mine < Scores::rows && tile.rows.contains(query(plan, mine)))
-            lse[query(plan, mine)] = softmax.log_sum_exp(natural_);
+            lse[query(plan, mine)] = row.log_sum_exp(natural_);
+        const HeadRows<Bits<dtype>> out(problem_.out, tile.unowned ? 0 : tile.batch,
+                                        tile.sequence.first_query_row, tile.head, problem_.head_dim_v);
+        store_rows<dtype>(out, out_, tile.first + warp_row(), tile.rows);
     }
 
     const ForwardProblem& problem_;
     ForwardShared<c>& shared_;
     const float& score_unit_;
     const double& natural_;
-    uint32_t q_;  // the warpgroup's queries
-    OnlineSoftmax<GpuMath> softmax_[Scores::rows];
+    const int warpgroup_;  // the same in all lanes, as the compiler sees, too
+    Softmax softmax_;
     bool settled_;  // every row of the warp has a maximum
     Output out_;
 };

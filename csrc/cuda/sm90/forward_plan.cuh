@@ -1,5 +1,5 @@
-// What the warps of a block tell each other: the producer which tile of queries is next and where its keys
-// lie, the consumers whether they have to be given a tile again.
+// What the warps of a block tell each other: the planner which tile of queries is next, the producer where
+// its keys lie, the consumers whether they have to be given a tile again.
 #pragma once
 
 #include "../../attention/score.h"
@@ -11,22 +11,31 @@ namespace flash::cuda::sm90 {
 
 struct ForwardConfiguration {
     int head_dim, key_tile, warpgroups, stages, query_buffers;  // warpgroups: that compute, 64 queries each
+    // Warpgroups start their products one after the other. If not, each goes its own way, and leaves out
+    // tiles of keys that none of its own queries sees.
+    bool turns;
 
     constexpr int queries() const { return 64 * warpgroups; }
     constexpr int consumers() const { return 128 * warpgroups; }
     constexpr int threads() const { return consumers() + 128; }
 };
 
-// A tile of keys, beside its stage.
-struct KeyNote {
+// A tile of keys, beside its stage. A warpgroup's flags are in four bits of its own.
+struct alignas(16) KeyNote {
+    static constexpr uint32_t masked = 1, hidden = 2, last = 4;  // to a warpgroup; last that it sees
+    static constexpr uint32_t end = 1 << 16, careful = 1 << 17;  // of the tile of queries
+
     Position first;
     Interval seen;  // what of it exists and some row sees
-    bool masked, last;
+    uint32_t flags;
 };
 
 enum class Work { tile, nothing, end };
 
-// A tile of queries, beside its buffer.
+// A tile of queries. While the output of one is finished, the next one's keys are multiplied, and the one
+// after that is planned.
+constexpr int kPlans = 3;
+
 struct ForwardPlan {
     Work work;
     bool careful;  // given again: maxima are followed, and values that are not finite kept from other rows
@@ -35,18 +44,55 @@ struct ForwardPlan {
     RowTile tile;
     Mask mask;
     SchedulePlace start, place;
+    // Of a warpgroup's queries: what some of them see, and what all do.
+    struct Sight {
+        Interval some, all;
+    } sights[3];
 
-    __device__ void make(const ForwardProblem& problem, const RowTile& of, int key_tile) {
+    __device__ void make(const ForwardProblem& problem, const RowTile& of, const ForwardConfiguration& c) {
         tile = of;
         mask = Mask(problem, tile.sequence);
         const Interval first = visible(tile.rows.begin), last = visible(tile.rows.end - 1);
-        start.schedule = TileSchedule(first, last, key_tile);
+        start.schedule = TileSchedule(first, last, c.key_tile);
         start.next();
         has_keys = start.run.begin < start.run.end;
+        for (int i = 0; i < c.warpgroups; ++i) {
+            const Interval rows = intersection({tile.first + i * 64, tile.first + (i + 1) * 64}, tile.rows);
+            sights[i] = {{0, 0}, {0, INT32_MAX}};
+            if (rows.empty()) continue;
+            const Interval of_first = visible(rows.begin), of_last = visible(rows.end - 1);
+            sights[i] = {{of_first.begin, of_last.end}, {of_last.begin, of_first.end}};
+        }
     }
 
     __device__ __forceinline__ Interval visible(Position query) const {
         return tile.unowned ? Interval(0, 0) : mask.keys_of(query);
+    }
+
+    // Whether the warpgroup has something to multiply.
+    __device__ __forceinline__ bool multiplies(int warpgroup) const {
+        return work == Work::tile && has_keys && (careful || !sights[warpgroup].some.empty());
+    }
+
+    template <ForwardConfiguration c>
+    __device__ __forceinline__ uint32_t flags(Position first, bool masked, bool whole, bool end) const {
+        uint32_t flags = (end ? KeyNote::end : 0) | (careful ? KeyNote::careful : 0);
+#pragma unroll
+        for (int i = 0; i < c.warpgroups; ++i) {
+            const Sight& sight = sights[i];
+            const Interval tile(first, first + c.key_tile);
+            uint32_t mine = 0;
+            if (careful ? masked : !whole || tile.begin < sight.all.begin || tile.end > sight.all.end)
+                mine |= KeyNote::masked;
+            if (careful)
+                mine |= end ? KeyNote::last : 0;
+            else if (intersection(tile, sight.some).empty())
+                mine |= KeyNote::hidden;
+            else if (tile.end >= sight.some.end)
+                mine |= KeyNote::last;
+            flags |= mine << 4 * i;
+        }
+        return flags;
     }
 };
 
@@ -54,20 +100,28 @@ template <ForwardConfiguration c>
 struct ForwardShared {
     static constexpr int query_bytes = c.queries() * c.head_dim * 2, key_bytes = c.key_tile * c.head_dim * 2;
 
-    alignas(1024) char q[c.query_buffers][query_bytes];  // at the end O
+    alignas(1024) char q[c.query_buffers][query_bytes];
     alignas(1024) char k[c.stages][key_bytes];
     alignas(1024) char v[c.stages][key_bytes];
     uint64_t q_full[c.query_buffers], q_empty[c.query_buffers];
     uint64_t k_full[c.stages], k_empty[c.stages], v_full[c.stages], v_empty[c.stages];
-    KeyNote notes[c.stages];
-    ForwardPlan plans[c.query_buffers];
+    KeyNote
+        notes[2 * c.stages];  // read until the values are multiplied, which is later than the keys are left
+    ForwardPlan plans[kPlans];
+    uint64_t planned[kPlans], done[kPlans];
     uint32_t bad_keys[(c.key_tile + 31) / 32];
+
+    __device__ __forceinline__ KeyNote& note(uint32_t tile) { return notes[tile % (2 * c.stages)]; }
 
     // By one thread.
     __device__ void start() {
         for (int i = 0; i < c.query_buffers; ++i) {
             mbarrier_init(shared_address(&q_full[i]), 1);
             mbarrier_init(shared_address(&q_empty[i]), c.warpgroups * 4 * kWarpArrivals);
+        }
+        for (int i = 0; i < kPlans; ++i) {
+            mbarrier_init(shared_address(&planned[i]), 1);
+            mbarrier_init(shared_address(&done[i]), c.warpgroups * 4 * kWarpArrivals);
             plans[i].redo = false;
         }
         for (int i = 0; i < c.stages; ++i) {

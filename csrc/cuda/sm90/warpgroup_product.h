@@ -13,16 +13,22 @@ template <int kColumns>
 __device__ __forceinline__ float (&registers_of(Fragment<16, kColumns>& d))
     [kColumns / 2] { return reinterpret_cast<float (&)[kColumns / 2]>(d.value); }
 
+// The descriptor of what lies so many bytes on in the same panels.
+__device__ __forceinline__ uint64_t further(uint64_t descriptor, int bytes) {
+    return descriptor >> 32 << 32 | (uint32_t(descriptor) + bytes / 16);
+}
+
 // D[i][j] = sum_k A[i][k] B[j][k]; a: the warpgroup's 64 rows of a tile of a_rows, b: kColumns rows.
 template <DType dtype, int kDepth, int kColumns>
-__device__ __forceinline__
-    void multiply_rows_by_rows(Fragment<16, kColumns>& d, uint32_t a, int a_rows, uint32_t b) {
+__device__ __forceinline__ void multiply_rows_by_rows(Fragment<16, kColumns>& d, uint32_t a, int a_rows,
+                                                      uint32_t b) {
+    const uint64_t left = wgmma_descriptor(a, 16), right = wgmma_descriptor(b, 16);
 #pragma unroll
     for (int k = 0; k < kDepth / 16; ++k) {
         const int panel = k / 4, inside = k % 4 * 32;
         Wgmma<dtype, kColumns, false>::multiply(
-            registers_of(d), wgmma_descriptor(a + panel * a_rows * kPanelRowBytes + inside, 16),
-            wgmma_descriptor(b + panel * kColumns * kPanelRowBytes + inside, 16), k > 0);
+            registers_of(d), further(left, panel * a_rows * kPanelRowBytes + inside),
+            further(right, panel * kColumns * kPanelRowBytes + inside), k > 0);
     }
 }
 
@@ -31,11 +37,11 @@ template <DType dtype, int kDepth, int kColumns>
 __device__ __forceinline__ void multiply_registers_by_columns(Fragment<16, kColumns>& d,
                                                               const uint32_t (&a)[kDepth / 16][1][4],
                                                               uint32_t b) {
+    const uint64_t right = wgmma_descriptor(b, kDepth * kPanelRowBytes);
 #pragma unroll
     for (int k = 0; k < kDepth / 16; ++k)
-        Wgmma<dtype, kColumns, true>::multiply(
-            registers_of(d), a[k][0], wgmma_descriptor(b + k * 16 * kPanelRowBytes, kDepth * kPanelRowBytes),
-            true);
+        Wgmma<dtype, kColumns, true>::multiply(registers_of(d), a[k][0],
+                                               further(right, k * 16 * kPanelRowBytes), true);
 }
 
 }  // namespace flash::cuda::sm90

@@ -2,6 +2,8 @@
 
 namespace flash::cuda {
 
+inline void tma_prefetch_map(const CUtensorMap*) {}
+
 inline void tma_load(uint32_t shared, const CUtensorMap* map, uint32_t barrier, int x, int row, int head,
                      int batch) {
     const auto* const from = reinterpret_cast<const emulator::TensorMap*>(map);

@@ -1,0 +1,48 @@
+// A warp's accumulators, rounded, straight to rows in device memory: no shared memory, no barrier.
+#pragma once
+
+#include "../any/loader.cuh"
+#include "../ptx/global.h"
+#include "../tile/fragment.h"
+
+namespace flash::cuda::sm90 {
+
+// What store_rows asks of a tensor: it writes 8 bytes at once.
+inline bool fits_store_rows(const TensorView& view, int64_t head_dim) {
+    return reinterpret_cast<uintptr_t>(view.data) % 8 == 0 &&
+           (view.batch_stride | view.row_stride | view.head_stride | head_dim) % 4 == 0;
+}
+
+// Rows of `tile` at first + Fragment::row(r), those in `rows` only, columns below to.head_dim. Neighbouring
+// lanes exchange columns first, so that a quad writes 32 bytes of a row at once, a whole sector.
+template <DType dtype, int kColumns>
+__device__ __forceinline__ void store_rows(const HeadRows<Bits<dtype>>& to,
+                                           const Fragment<16, kColumns>& tile, Position first,
+                                           Interval rows) {
+    using Tile = Fragment<16, kColumns>;
+    const int lane = lane_index() % 4;
+    const bool odd = lane % 2;
+    const int mine = lane % 2 * 8 + lane / 2 * 4;  // of 16 columns
+#pragma unroll
+    for (int r = 0; r < Tile::rows; ++r) {
+        uint2 four[Tile::column_tiles / 2];
+#pragma unroll
+        for (int n = 0; n < Tile::column_tiles; n += 2) {
+            const auto &left = tile.value[0][n], &right = tile.value[0][n + 1];
+            const uint32_t low = pack<dtype>(left[r * 2], left[r * 2 + 1]);
+            const uint32_t high = pack<dtype>(right[r * 2], right[r * 2 + 1]);
+            const uint32_t other = __shfl_xor_sync(0xffffffff, odd ? low : high, 1);
+            four[n / 2] = make_uint2(odd ? other : low, odd ? high : other);
+        }
+        const Position row = first + Tile::row(r);
+        if (!rows.contains(row)) continue;
+        Bits<dtype>* columns = to.row(row) + mine;
+        asm volatile("" : "+l"(columns));  // else it would be computed for each store
+        const int exist = to.head_dim - mine;
+#pragma unroll
+        for (int column = 0; column < kColumns; column += 16)
+            if (column < exist) store_global(columns + column, four[column / 16]);
+    }
+}
+
+}  // namespace flash::cuda::sm90
