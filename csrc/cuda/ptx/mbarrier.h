@@ -15,11 +15,9 @@ __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
     asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }\n" ::"r"(barrier) : "memory");
 }
 
-// The thread arrives, and the phase waits for so many bytes of copies more (ptx/tma.h).
-__device__ __forceinline__ void mbarrier_arrive_expecting(uint32_t barrier, int bytes) {
-    asm volatile("{ .reg .b64 state; mbarrier.arrive.expect_tx.shared.b64 state, [%0], %1; }\n"
-                 :
-                 : "r"(barrier), "r"(bytes)
+// The phase waits for so many bytes of copies more (ptx/tma.h). The thread has yet to arrive.
+__device__ __forceinline__ void mbarrier_expect(uint32_t barrier, int bytes) {
+    asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;\n" ::"r"(barrier), "r"(bytes)
                  : "memory");
 }
 

@@ -25,6 +25,7 @@ __global__ void __launch_bounds__(kConfiguration.threads(), 1)
                       const __grid_constant__ float score_unit, const __grid_constant__ double natural) {
     extern __shared__ __align__(1024) char memory[];
     Shared& shared = *reinterpret_cast<Shared*>(memory);
+    if (threadIdx.x < 3) tma_prefetch_map(threadIdx.x == 0 ? &maps.q : threadIdx.x == 1 ? &maps.k : &maps.v);
     if (threadIdx.x == 0) {
         shared.start();
         fence_async_proxy();
@@ -33,8 +34,9 @@ __global__ void __launch_bounds__(kConfiguration.threads(), 1)
     if (threadIdx.x >= kConfiguration.consumers()) {
         shrink_registers<kProducerRegisters>();
         const int warp = int(threadIdx.x - kConfiguration.consumers()) / 32;
-        if (warp == 0) ForwardProducer<kConfiguration>(problem, maps, shared).run();
-        if (warp == 1 && lane_index() == 0)
+        if (warp == 0) ForwardProducer<kConfiguration>(problem, maps, shared).copy_keys();
+        if (warp == 1) ForwardProducer<kConfiguration>(problem, maps, shared).copy_values();
+        if (warp == 2 && lane_index() == 0)
             ForwardPlanner<kConfiguration>(problem, maps, queue, shared).run();
     } else {
         grow_registers<kConsumerRegisters>();
@@ -106,7 +108,7 @@ void launch(const ForwardProblem& problem, int, const Launch& launch) {
     const TileQueue queue(tiling, problem.seqlen_k >= 16 * kConfiguration.key_tile,
                           static_cast<TileCounter*>(launch.workspace), new_ticket());
     const ForwardMaps maps{
-        tensor_map(queries_of(problem), kDType, kConfiguration.queries()),
+        tensor_map(queries_of(problem), kDType, 64),
         tensor_map(keys_of(problem, problem.k, problem.head_dim), kDType, kConfiguration.key_tile),
         tensor_map(keys_of(problem, problem.v, problem.head_dim_v), kDType, kConfiguration.key_tile)};
     launch_kernel(FLASH_KERNEL_NAME, attention_forward,

@@ -93,11 +93,12 @@ class ForwardConsumer {
     __device__ __forceinline__ static bool everywhere(bool x) { return __any_sync(0xffffffff, x); }
 
     __device__ __forceinline__ ForwardPlan& await_queries(uint32_t n) const {
-        mbarrier_wait(in_ring(shared_.q_full, n), parity(shared_.q_full, n));
+        mbarrier_wait(shared_address(&shared_.q_full[n % c.query_buffers][warpgroup_]),
+                      n / c.query_buffers % 2);
         return shared_.plans[n % kPlans];
     }
     __device__ __forceinline__ void leave_queries(uint32_t n) const {
-        mbarrier_arrive_warp(in_ring(shared_.q_empty, n));
+        mbarrier_arrive_warp(shared_address(&shared_.q_empty[n % c.query_buffers][warpgroup_]));
     }
     __device__ __forceinline__ void leave_plan(uint32_t n) const {
         mbarrier_arrive_warp(in_ring(shared_.done, n));
@@ -341,22 +342,28 @@ class ForwardConsumer {
         }
     }
 
+    // Rows and columns side by side, so that one does not wait for the other.
     __device__ __forceinline__ void finish(ForwardPlan& plan, Softmax softmax) {
-        const RowTile& tile = plan.tile;
+        float factor[Scores::rows], zero[Scores::rows];  // zero: NaN if an element is not finite
+#pragma unroll
+        for (int r = 0; r < Scores::rows; ++r) {
+            softmax.rows[r].row_sum = quad_sum(softmax.rows[r].row_sum);
+            factor[r] = softmax.rows[r].normalizer();
+            zero[r] = 0;
+        }
+#pragma unroll
+        for (int column = 0; column < Output::columns; ++column)
+#pragma unroll
+            for (int r = 0; r < Scores::rows; ++r) {
+                zero[r] = fmaf(out_.at(r, column), 0, zero[r]);
+                out_.at(r, column) *= factor[r];
+            }
         bool wrong = false;
 #pragma unroll
         for (int r = 0; r < Scores::rows; ++r) {
-            OnlineSoftmax<GpuMath>& row = softmax.rows[r];
-            row.row_sum = quad_sum(row.row_sum);
-            const float factor = row.normalizer();
-            float zero = 0;  // NaN if an element is not finite
-#pragma unroll
-            for (int column = 0; column < Output::columns; ++column) {
-                zero = fmaf(out_.at(r, column), 0, zero);
-                out_.at(r, column) *= factor;
-            }
-            const bool finite = zero == 0 && row.row_sum < INFINITY && fabsf(row.reference()) < kHuge;
-            wrong |= !finite && tile.rows.contains(query(plan, r));
+            const OnlineSoftmax<GpuMath>& row = softmax.rows[r];
+            const bool right = zero[r] == 0 && row.row_sum < INFINITY && fabsf(row.reference()) < kHuge;
+            wrong |= !right && plan.tile.rows.contains(query(plan, r));
         }
         if (!plan.careful && __any_sync(0xffffffff, wrong) && lane_index() == 0) plan.redo = true;
         store(plan, softmax);

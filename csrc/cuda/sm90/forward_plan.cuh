@@ -43,7 +43,7 @@ struct ForwardPlan {
     bool redo;  // the consumers' answer
     RowTile tile;
     Mask mask;
-    SchedulePlace start, place;
+    SchedulePlace start, places[2];  // of values, of keys
     // Of a warpgroup's queries: what some of them see, and what all do.
     struct Sight {
         Interval some, all;
@@ -103,7 +103,7 @@ struct ForwardShared {
     alignas(1024) char q[c.query_buffers][query_bytes];
     alignas(1024) char k[c.stages][key_bytes];
     alignas(1024) char v[c.stages][key_bytes];
-    uint64_t q_full[c.query_buffers], q_empty[c.query_buffers];
+    uint64_t q_full[c.query_buffers][c.warpgroups], q_empty[c.query_buffers][c.warpgroups];
     uint64_t k_full[c.stages], k_empty[c.stages], v_full[c.stages], v_empty[c.stages];
     KeyNote
         notes[2 * c.stages];  // read until the values are multiplied, which is later than the keys are left
@@ -115,10 +115,11 @@ struct ForwardShared {
 
     // By one thread.
     __device__ void start() {
-        for (int i = 0; i < c.query_buffers; ++i) {
-            mbarrier_init(shared_address(&q_full[i]), 1);
-            mbarrier_init(shared_address(&q_empty[i]), c.warpgroups * 4 * kWarpArrivals);
-        }
+        for (int i = 0; i < c.query_buffers; ++i)
+            for (int j = 0; j < c.warpgroups; ++j) {
+                mbarrier_init(shared_address(&q_full[i][j]), 1);
+                mbarrier_init(shared_address(&q_empty[i][j]), 4 * kWarpArrivals);
+            }
         for (int i = 0; i < kPlans; ++i) {
             mbarrier_init(shared_address(&planned[i]), 1);
             mbarrier_init(shared_address(&done[i]), c.warpgroups * 4 * kWarpArrivals);

@@ -1,5 +1,6 @@
-// The two warps that start all copies. One decides what the block does next, a tile of queries after the
-// other, and copies the queries; the other one copies tiles of keys and values.
+// The warps that start all copies. One decides what the block does next, a tile of queries after the other,
+// and copies the queries; one copies the tiles of keys, one those of values, which are wanted, and left, at
+// other times.
 #pragma once
 
 #include "../ptx/tma.h"
@@ -13,14 +14,15 @@ struct ForwardMaps {
     CUtensorMap q, k, v;
 };
 
-// To a tile in panels, from a row of a head on. By one thread.
-template <int kRows, int kColumns>
-__device__ __forceinline__ void load_tile(const char* to, const CUtensorMap& map, uint32_t barrier, int row,
+// Rows of a head to rows of a tile in panels of kTileRows. By one thread, which has yet to arrive.
+template <int kRows, int kTileRows, int kColumns>
+__device__ __forceinline__ void load_rows(const char* to, const CUtensorMap& map, uint32_t barrier, int row,
                                           int head, int batch) {
-    mbarrier_arrive_expecting(barrier, kRows * kColumns * 2);
+    mbarrier_expect(barrier, kRows * kColumns * 2);
 #pragma unroll
     for (int panel = 0; panel < kColumns / kPanel; ++panel)
-        tma_load(shared_address(to) + panel * kRows * 128, &map, barrier, panel * kPanel, row, head, batch);
+        tma_load(shared_address(to) + panel * kTileRows * 128, &map, barrier, panel * kPanel, row, head,
+                 batch);
 }
 
 __device__ __forceinline__ int tensor_batch(const int32_t* cu_seqlens, const RowTile& tile) {
@@ -41,7 +43,6 @@ class ForwardPlanner {
 
     // One thread.
     __device__ void run() {
-        tma_prefetch_map(&maps_.q);
         // A plan's tile may have to be done again; so all plans have to be seen done at the end.
         for (uint32_t n = 0, nothing = 0; nothing <= kPlans; ++n) {
             ForwardPlan& plan = shared_.plans[n % kPlans];
@@ -49,17 +50,8 @@ class ForwardPlanner {
             mbarrier_wait(in_ring(shared_.done, due), parity(shared_.done, due) ^ 1);
             decide(plan, nothing == kPlans);
             mbarrier_arrive(in_ring(shared_.planned, n));
-            mbarrier_wait(in_ring(shared_.q_empty, n), parity(shared_.q_empty, n) ^ 1);
-            if (plan.work == Work::tile) {
-                nothing = 0;
-                load_tile<c.queries(), c.head_dim>(
-                    shared_.q[n % c.query_buffers], maps_.q, in_ring(shared_.q_full, n),
-                    int(plan.tile.sequence.first_query_row) + plan.tile.first, int(plan.tile.head),
-                    tensor_batch(problem_.cu_seqlens_q, plan.tile));
-            } else {
-                ++nothing;
-                mbarrier_arrive(in_ring(shared_.q_full, n));
-            }
+            nothing = plan.work == Work::tile ? 0 : nothing + 1;
+            for (int i = 0; i < c.warpgroups; ++i) copy(plan, n, i);
         }
     }
 
@@ -81,6 +73,19 @@ class ForwardPlanner {
         plan.work = all_done ? Work::end : Work::nothing;
     }
 
+    // The warpgroup's queries, or the word that there are none.
+    __device__ void copy(const ForwardPlan& plan, uint32_t n, int warpgroup) {
+        const uint32_t full = shared_address(&shared_.q_full[n % c.query_buffers][warpgroup]);
+        mbarrier_wait(shared_address(&shared_.q_empty[n % c.query_buffers][warpgroup]),
+                      n / c.query_buffers % 2 ^ 1);
+        if (plan.work == Work::tile)
+            load_rows<64, c.queries(), c.head_dim>(
+                shared_.q[n % c.query_buffers] + warpgroup * 64 * 128, maps_.q, full,
+                int(plan.tile.sequence.first_query_row) + plan.tile.first + warpgroup * 64,
+                int(plan.tile.head), tensor_batch(problem_.cu_seqlens_q, plan.tile));
+        mbarrier_arrive(full);
+    }
+
     const ForwardProblem& problem_;
     const ForwardMaps& maps_;
     const RowTiling& tiling_;
@@ -96,45 +101,54 @@ class ForwardProducer {
                                ForwardShared<c>& shared)
         : problem_(problem), maps_(maps), shared_(shared) {}
 
-    // The whole warp.
-    __device__ void run() {
-        tma_prefetch_map(&maps_.k);
-        tma_prefetch_map(&maps_.v);
-        uint32_t tile = 0;  // of keys, of all that the block does
+    // A whole warp.
+    __device__ void copy_keys() { copy_tiles<true>(); }
+    __device__ void copy_values() { copy_tiles<false>(); }
+
+  private:
+    template <bool kKeys>
+    __device__ __forceinline__ void copy_tiles() {
+        uint32_t tile = 0;  // of all that the block does
         for (uint32_t n = 0;; ++n) {
             mbarrier_wait(in_ring(shared_.planned, n), parity(shared_.planned, n));
             __syncwarp();  // else the plan could change before a lane has seen that
             ForwardPlan& plan = shared_.plans[n % kPlans];
             if (plan.work == Work::end) break;
-            if (plan.work == Work::tile) copy(plan, tile);
+            if (plan.work == Work::nothing) continue;
+            SchedulePlace& place = plan.places[kKeys];
+            for (TileWalk<c.key_tile> walk(place, plan.start); walk.more(); ++tile) {
+                const Position first = walk.first();
+                const Interval seen = walk.seen(place);
+                const bool masked = walk.masked(), whole = walk.whole();
+                walk.advance(place);
+                const auto note = [&] {
+                    const uint32_t flags = plan.template flags<c>(first, masked, whole, !walk.more());
+                    shared_.note(tile) = {first, seen, flags};
+                };
+                if constexpr (kKeys)
+                    copy(plan, tile, first, shared_.k, maps_.k, shared_.k_full, shared_.k_empty, note);
+                else
+                    copy(plan, tile, first, shared_.v, maps_.v, shared_.v_full, shared_.v_empty, [] {});
+            }
         }
     }
 
-  private:
-    __device__ void copy(ForwardPlan& plan, uint32_t& tile) {
-        const RowTile& of = plan.tile;
-        const int batch = tensor_batch(problem_.cu_seqlens_k, of), head = int(of.key_head);
-        TileWalk<c.key_tile> walk(plan.place, plan.start);
-        while (walk.more()) {
-            const int stage = int(tile % c.stages), row = int(of.sequence.first_key_row) + walk.first();
-            const Position first = walk.first();
-            const Interval seen = walk.seen(plan.place);
-            const bool masked = walk.masked(), whole = walk.whole();
-            walk.advance(plan.place);
-            mbarrier_wait(in_ring(shared_.k_empty, tile), parity(shared_.k_empty, tile) ^ 1);
-            if (lane_index() == 0) {
-                shared_.note(tile) = {first, seen,
-                                      plan.template flags<c>(first, masked, whole, !walk.more())};
-                load_tile<c.key_tile, c.head_dim>(shared_.k[stage], maps_.k, in_ring(shared_.k_full, tile),
-                                                  row, head, batch);
-            }
-            mbarrier_wait(in_ring(shared_.v_empty, tile), parity(shared_.v_empty, tile) ^ 1);
-            if (lane_index() == 0)
-                load_tile<c.key_tile, c.head_dim>(shared_.v[stage], maps_.v, in_ring(shared_.v_full, tile),
-                                                  row, head, batch);
-            __syncwarp();
-            ++tile;
+    // note: what to do while the copy is on its way, and before anybody sees that it has come.
+    template <class Note>
+    __device__ __forceinline__ void copy(const ForwardPlan& plan, uint32_t tile, Position first,
+                                         const char (&tiles)[c.stages][ForwardShared<c>::key_bytes],
+                                         const CUtensorMap& map, const uint64_t (&full)[c.stages],
+                                         const uint64_t (&empty)[c.stages], const Note& note) {
+        mbarrier_wait(in_ring(empty, tile), parity(empty, tile) ^ 1);
+        if (lane_index() == 0) {
+            const RowTile& of = plan.tile;
+            load_rows<c.key_tile, c.key_tile, c.head_dim>(
+                tiles[tile % c.stages], map, in_ring(full, tile), int(of.sequence.first_key_row) + first,
+                int(of.key_head), tensor_batch(problem_.cu_seqlens_k, of));
+            note();
+            mbarrier_arrive(in_ring(full, tile));
         }
+        __syncwarp();
     }
 
     const ForwardProblem& problem_;

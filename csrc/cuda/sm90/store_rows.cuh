@@ -23,17 +23,19 @@ __device__ __forceinline__ void store_rows(const HeadRows<Bits<dtype>>& to,
     const int lane = lane_index() % 4;
     const bool odd = lane % 2;
     const int mine = lane % 2 * 8 + lane / 2 * 4;  // of 16 columns
+    uint2 four[Tile::column_tiles / 2][Tile::rows];
 #pragma unroll
-    for (int r = 0; r < Tile::rows; ++r) {
-        uint2 four[Tile::column_tiles / 2];
+    for (int n = 0; n < Tile::column_tiles; n += 2)
 #pragma unroll
-        for (int n = 0; n < Tile::column_tiles; n += 2) {
+        for (int r = 0; r < Tile::rows; ++r) {
             const auto &left = tile.value[0][n], &right = tile.value[0][n + 1];
             const uint32_t low = pack<dtype>(left[r * 2], left[r * 2 + 1]);
             const uint32_t high = pack<dtype>(right[r * 2], right[r * 2 + 1]);
             const uint32_t other = __shfl_xor_sync(0xffffffff, odd ? low : high, 1);
-            four[n / 2] = make_uint2(odd ? other : low, odd ? high : other);
+            four[n / 2][r] = make_uint2(odd ? other : low, odd ? high : other);
         }
+#pragma unroll
+    for (int r = 0; r < Tile::rows; ++r) {
         const Position row = first + Tile::row(r);
         if (!rows.contains(row)) continue;
         Bits<dtype>* columns = to.row(row) + mine;
@@ -41,7 +43,7 @@ __device__ __forceinline__ void store_rows(const HeadRows<Bits<dtype>>& to,
         const int exist = to.head_dim - mine;
 #pragma unroll
         for (int column = 0; column < kColumns; column += 16)
-            if (column < exist) store_global(columns + column, four[column / 16]);
+            if (column < exist) store_global(columns + column, four[column / 16][r]);
     }
 }
 

@@ -14,9 +14,8 @@ inline void mbarrier_arrive(uint32_t barrier) {
     mbarrier_at(barrier)->arrive();
 }
 
-inline void mbarrier_arrive_expecting(uint32_t barrier, int bytes) {
+inline void mbarrier_expect(uint32_t barrier, int bytes) {
     mbarrier_at(barrier)->expect(bytes);
-    mbarrier_arrive(barrier);
 }
 
 constexpr int kWarpArrivals = 1;
