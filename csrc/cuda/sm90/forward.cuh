@@ -104,7 +104,7 @@ class ForwardConsumer {
         mbarrier_arrive_warp(in_ring(shared_.done, n));
     }
     __device__ __forceinline__ bool multiplies(const ForwardPlan& plan) const {
-        return everywhere(plan.multiplies(warpgroup_));
+        return __shfl_sync(0xffffffff, plan.multiply, 0) >> warpgroup_ & 1;
     }
     __device__ __forceinline__ void await_keys(uint32_t tile) const {
         mbarrier_wait(in_ring(shared_.k_full, tile), parity(shared_.k_full, tile));
@@ -146,11 +146,14 @@ class ForwardConsumer {
         await_turn();
         pass_turn();
     }
-    // Returns the first tile that the warpgroup sees, or `limit`.
-    __device__ __forceinline__ uint32_t leave_hidden(uint32_t tile, uint32_t limit) const {
-        for (await_keys(tile); tile != limit && flags_of(tile) & KeyNote::hidden; await_keys(++tile))
+    // Returns the first tile that the warpgroup sees, or `limit`, and its flags.
+    __device__ __forceinline__ uint32_t leave_hidden(uint32_t tile, uint32_t limit, uint32_t& flags) const {
+        for (;; ++tile) {
+            await_keys(tile);
+            flags = flags_of(tile);
+            if (!(flags & KeyNote::hidden) || tile == limit) return tile;
             leave_unused(tile);
-        return tile;
+        }
     }
     // Returns the next tile of queries' first one.
     __device__ __forceinline__ uint32_t leave_rest(uint32_t tile) const {
@@ -162,6 +165,12 @@ class ForwardConsumer {
         return tile;
     }
 
+    // What the next step begins with, if it is there by then.
+    __device__ __forceinline__ void await_next(uint32_t tile, uint32_t flags) const {
+        await_values(tile);
+        if (!(flags & KeyNote::last)) await_keys(tile + 1);
+    }
+
     // Tiles of queries from the n-th on, as long as the next one is there to go on with: its first scores are
     // computed beside the last output.
     __device__ __forceinline__ void attend(uint32_t& n, uint32_t& tile) {
@@ -171,20 +180,20 @@ class ForwardConsumer {
         softmax_ = Softmax();
         settled_ = false;
         out_.clear();
-        tile = leave_hidden(tile, tile - 1);
+        uint32_t flags, next_tile;
+        tile = leave_hidden(tile, tile - 1, flags);
         await_turn();
         wgmma_fence();
         start_qk(s, n, tile);
         pass_turn();
-        uint32_t flags = flags_of(tile), next_tile;
         wgmma_wait<0>();
         keep(registers_of(s));
         leave_keys(tile);
         if (flags & KeyNote::last) leave_queries(n);
         exponentiate(s, rescale, *plan, tile, flags);
+        await_next(tile, flags);
         Probabilities p(s);
         while (true) {
-            await_values(tile);
             if ((flags & KeyNote::careful) && (flags & KeyNote::masked)) exclude_bad_values(*plan, tile);
             const bool ends = flags & KeyNote::last;
             const ForwardPlan* next = plan;
@@ -194,17 +203,15 @@ class ForwardConsumer {
                 next = &await_queries(n + 1);
                 if (!multiplies(*next)) break;
                 // The producer waits for the values of this tile when it has copied so many more.
-                next_tile = leave_hidden(next_tile, tile + c.stages);
-                if (flags_of(next_tile) & KeyNote::hidden) break;
-            } else {
-                await_keys(next_tile);
+                next_tile = leave_hidden(next_tile, tile + c.stages, flags);
+                if (flags & KeyNote::hidden) break;
             }
             await_turn();
             wgmma_fence();
             start_qk(s, n + ends, next_tile);
             start_pv(p, tile);
             pass_turn();
-            flags = flags_of(next_tile);
+            if (!ends) flags = flags_of(next_tile);
             const Softmax before = softmax_;
             if (ends) {
                 softmax_ = Softmax();
@@ -215,14 +222,12 @@ class ForwardConsumer {
             leave_keys(next_tile);
             if (flags & KeyNote::last) leave_queries(n + ends);
             exponentiate(s, rescale, *next, next_tile, flags);
-#ifdef FLASH_ENFORCE
-            if (__any_sync(0xffffffff, softmax_.rows[0].row_sum + softmax_.rows[1].row_sum == -1.f))
-                settled_ = false;
-#endif
+            if (!ends) await_next(next_tile, flags);
             wgmma_wait<0>();
             keep(registers_of(s));
             leave_values(tile);
             if (ends) {
+                await_next(next_tile, flags);
                 keep(registers_of(out_));
                 finish(shared_.plans[n % kPlans], before);
                 leave_plan(n++);
@@ -279,6 +284,11 @@ class ForwardConsumer {
             }
             softmax_.rows[r].row_sum = sum;
         }
+#ifdef FLASH_ENFORCE
+        if (FLASH_ENFORCE &&
+            __any_sync(0xffffffff, softmax_.rows[0].row_sum + softmax_.rows[1].row_sum == -1.f))
+            settled_ = false;
+#endif
     }
 
     // Rows without a maximum take this tile's.

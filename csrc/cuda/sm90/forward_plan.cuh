@@ -40,7 +40,8 @@ struct ForwardPlan {
     Work work;
     bool careful;  // given again: maxima are followed, and values that are not finite kept from other rows
     bool has_keys;
-    bool redo;  // the consumers' answer
+    bool redo;          // the consumers' answer
+    uint32_t multiply;  // a bit for each warpgroup that has something to multiply
     RowTile tile;
     Mask mask;
     SchedulePlace start, places[2];  // of values, of keys
@@ -56,22 +57,20 @@ struct ForwardPlan {
         start.schedule = TileSchedule(first, last, c.key_tile);
         start.next();
         has_keys = start.run.begin < start.run.end;
+        multiply = 0;
         for (int i = 0; i < c.warpgroups; ++i) {
             const Interval rows = intersection({tile.first + i * 64, tile.first + (i + 1) * 64}, tile.rows);
             sights[i] = {{0, 0}, {0, INT32_MAX}};
-            if (rows.empty()) continue;
-            const Interval of_first = visible(rows.begin), of_last = visible(rows.end - 1);
-            sights[i] = {{of_first.begin, of_last.end}, {of_last.begin, of_first.end}};
+            if (!rows.empty()) {
+                const Interval of_first = visible(rows.begin), of_last = visible(rows.end - 1);
+                sights[i] = {{of_first.begin, of_last.end}, {of_last.begin, of_first.end}};
+            }
+            multiply |= uint32_t(has_keys && (careful || !sights[i].some.empty())) << i;
         }
     }
 
     __device__ __forceinline__ Interval visible(Position query) const {
         return tile.unowned ? Interval(0, 0) : mask.keys_of(query);
-    }
-
-    // Whether the warpgroup has something to multiply.
-    __device__ __forceinline__ bool multiplies(int warpgroup) const {
-        return work == Work::tile && has_keys && (careful || !sights[warpgroup].some.empty());
     }
 
     template <ForwardConfiguration c>

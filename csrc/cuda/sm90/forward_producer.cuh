@@ -71,6 +71,7 @@ class ForwardPlanner {
             return;
         }
         plan.work = all_done ? Work::end : Work::nothing;
+        plan.multiply = 0;
     }
 
     // The warpgroup's queries, or the word that there are none.
