@@ -212,6 +212,16 @@ inline int __any_sync(unsigned, int mine) {
     });
     return mine;
 }
+inline int __shfl_sync(unsigned, int mine, int from) {
+    struct Exchange {
+        int mine, result, from;
+    } exchange{mine, mine, from};
+    emulator::with_warp(exchange, [](Exchange* const* lanes) {
+        for (int lane = 0; lane < emulator::kLanes; ++lane)
+            if (lanes[lane]) lanes[lane]->result = lanes[lanes[lane]->from]->mine;
+    });
+    return exchange.result;
+}
 template <class T>
 T __shfl_xor_sync(unsigned, T mine, int step) {
     struct Exchange {

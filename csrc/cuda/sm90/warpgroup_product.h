@@ -10,13 +10,14 @@ namespace flash::cuda::sm90 {
 constexpr int kPanelRowBytes = 128;
 
 template <int kColumns>
-__device__ __forceinline__ float (&registers_of(Fragment<16, kColumns>& d))
-    [kColumns / 2] { return reinterpret_cast<float (&)[kColumns / 2]>(d.value); }
+__device__ __forceinline__ float (&registers_of(Fragment<16, kColumns>& d))[kColumns / 2] {
+    return reinterpret_cast<float(&)[kColumns / 2]>(d.value);
+}
 
 // D[i][j] = sum_k A[i][k] B[j][k]; a: the warpgroup's 64 rows of a tile of a_rows, b: kColumns rows.
 template <DType dtype, int kDepth, int kColumns>
-__device__ __forceinline__
-    void multiply_rows_by_rows(Fragment<16, kColumns>& d, uint32_t a, int a_rows, uint32_t b) {
+__device__ __forceinline__ void multiply_rows_by_rows(Fragment<16, kColumns>& d, uint32_t a, int a_rows,
+                                                      uint32_t b) {
 #pragma unroll
     for (int k = 0; k < kDepth / 16; ++k) {
         const int panel = k / 4, inside = k % 4 * 32;
@@ -26,16 +27,28 @@ __device__ __forceinline__
     }
 }
 
-// D[i][j] += sum_k A[i][k] B[k][j] with A in registers; b: kDepth rows of kColumns.
+// D[i][j] += sum_k A[i][k] B[k][j] with A in registers; b: kDepth rows, of a tile of b_rows, of kColumns.
 template <DType dtype, int kDepth, int kColumns>
 __device__ __forceinline__ void multiply_registers_by_columns(Fragment<16, kColumns>& d,
                                                               const uint32_t (&a)[kDepth / 16][1][4],
-                                                              uint32_t b) {
+                                                              uint32_t b, int b_rows = kDepth) {
 #pragma unroll
     for (int k = 0; k < kDepth / 16; ++k)
         Wgmma<dtype, kColumns, true>::multiply(
-            registers_of(d), a[k][0], wgmma_descriptor(b + k * 16 * kPanelRowBytes, kDepth * kPanelRowBytes),
+            registers_of(d), a[k][0], wgmma_descriptor(b + k * 16 * kPanelRowBytes, b_rows * kPanelRowBytes),
             true);
+}
+
+// D[i][j] = sum_k A[k][i] B[k][j]; a: kDepth rows of one panel, the warpgroup's; b: kDepth rows of kColumns.
+template <DType dtype, int kDepth, int kColumns>
+__device__ __forceinline__ void multiply_columns_by_columns(Fragment<16, kColumns>& d, uint32_t a,
+                                                            uint32_t b) {
+    constexpr int panel_bytes = kDepth * kPanelRowBytes;
+#pragma unroll
+    for (int k = 0; k < kDepth / 16; ++k)
+        Wgmma<dtype, kColumns, true, true>::multiply(
+            registers_of(d), wgmma_descriptor(a + k * 16 * kPanelRowBytes, panel_bytes),
+            wgmma_descriptor(b + k * 16 * kPanelRowBytes, panel_bytes), k > 0);
 }
 
 }  // namespace flash::cuda::sm90
