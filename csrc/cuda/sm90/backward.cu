@@ -15,13 +15,16 @@ constexpr DType kDType = DType::FLASH_DTYPE;
 constexpr BackwardConfiguration kConfiguration FLASH_CONFIGURATION;
 using Shared = BackwardShared<kConfiguration>;
 
-// Of the 512 that a multiprocessor has for each of its 128 lanes.
+// Of the 512 that a multiprocessor has for each of its 128 lanes. With fewer than 240 the products would wait
+// for each other; so the warp that copies keeps a few numbers in memory.
 constexpr int kConsumerRegisters = 240, kProducerRegisters = 24;
 
 __global__ void __launch_bounds__(kConfiguration.threads, 1)
     attention_backward(const __grid_constant__ BackwardProblem problem,
-                       const __grid_constant__ BackwardMaps maps, const __grid_constant__ RowTiling tiling,
-                       const __grid_constant__ DqSums dq_sums, const __grid_constant__ float score_unit) {
+                       const __grid_constant__ BackwardMaps maps,
+                       const __grid_constant__ RowStatistics lse_log2,
+                       const __grid_constant__ RowTiling tiling, const __grid_constant__ DqSums dq_sums,
+                       const __grid_constant__ float score_unit) {
     extern __shared__ __align__(1024) char memory[];
     Shared& shared = *reinterpret_cast<Shared*>(memory);
     if (threadIdx.x == 0) {
@@ -35,7 +38,7 @@ __global__ void __launch_bounds__(kConfiguration.threads, 1)
     if (threadIdx.x >= kConfiguration.consumers) {
         shrink_registers<kProducerRegisters>();
         if (threadIdx.x / 32 == kConfiguration.consumers / 32)
-            BackwardProducer<kDType, kConfiguration>(problem, maps, dq_sums, shared).run();
+            BackwardProducer<kDType, kConfiguration>(problem, maps, lse_log2, dq_sums, shared).run();
     } else {
         grow_registers<kConsumerRegisters>();
         BackwardConsumer<kDType, kConfiguration>(problem, dq_sums, shared, score_unit).run();
@@ -94,18 +97,28 @@ DqSums dq_sums_of(const ForwardProblem& problem, const RowTiling& keys, const De
                   float(problem.softmax_scale));
 }
 
+int64_t lse_bytes(const ForwardProblem& problem) {
+    const int64_t batches = problem.cu_seqlens_q ? 1 : problem.batch;
+    return (batches * problem.heads_q * problem.rows_q * int64_t(sizeof(float)) + 255) / 256 * 256;
+}
+
+// lse in log 2, then the sums of dQ.
 int64_t workspace_bytes(const BackwardProblem& problem, const Device& device) {
-    return dq_sums_of(problem.forward, key_tiling(problem.forward, device), device).bytes();
+    return lse_bytes(problem.forward) +
+           dq_sums_of(problem.forward, key_tiling(problem.forward, device), device).bytes();
 }
 
 void launch(const BackwardProblem& problem, const Launch& launch) {
     const ForwardProblem& forward = problem.forward;
-    compute_delta(problem, launch);
+    RowStatistics lse_log2 = problem.delta;
+    lse_log2.data = launch.workspace;
+    compute_delta(problem, lse_log2, launch);
     const RowTiling keys = key_tiling(forward, launch.device);
     DqSums dq_sums = dq_sums_of(forward, keys, launch.device);
-    check(cudaMemsetAsync(launch.workspace, 0, dq_sums.bytes(), static_cast<cudaStream_t>(launch.stream)),
+    void* const sums = static_cast<char*>(launch.workspace) + lse_bytes(forward);
+    check(cudaMemsetAsync(sums, 0, dq_sums.bytes(), static_cast<cudaStream_t>(launch.stream)),
           FLASH_KERNEL_NAME);
-    dq_sums.lie_at(launch.workspace);
+    dq_sums.lie_at(sums);
     constexpr int query_tile = kConfiguration.query_tile, key_tile = kConfiguration.key_tile;
     const BackwardMaps maps{
         tensor_map(queries_of(forward, forward.q, forward.head_dim), kDType, query_tile),
@@ -113,7 +126,8 @@ void launch(const BackwardProblem& problem, const Launch& launch) {
         tensor_map(keys_of(forward, forward.k, forward.head_dim), kDType, key_tile),
         tensor_map(keys_of(forward, forward.v, forward.head_dim_v), kDType, key_tile)};
     launch_kernel(FLASH_KERNEL_NAME, attention_backward, keys.count(), kConfiguration.threads, sizeof(Shared),
-                  launch, problem, maps, keys, dq_sums, float(forward.softmax_scale * GpuMath::unit));
+                  launch, problem, maps, lse_log2, keys, dq_sums,
+                  float(forward.softmax_scale * GpuMath::unit));
     launch_kernel(FLASH_KERNEL_NAME, finish_dq, dq_sums.unfinished_tiles(), kConfiguration.consumers,
                   query_tile * kConfiguration.head_dim * 2, launch, problem, dq_sums);
 }

@@ -73,12 +73,12 @@ class BackwardConsumer {
 
     static constexpr int kConsumers = 1;  // a barrier; 0 is the block's
 
+    // The same for the whole warp, and the compiler knows.
     __device__ __forceinline__ static int warpgroup() {
         return __shfl_sync(0xffffffff, int(threadIdx.x) / 128, 0);
     }
-    __device__ __forceinline__ static int warp_row() {
-        return int(opaque(threadIdx.x)) / 32 * 16;
-    }  // of the keys
+    // Of the tile of keys.
+    __device__ __forceinline__ static int warp_row() { return int(opaque(threadIdx.x)) / 32 * 16; }
     __device__ __forceinline__ uint32_t warpgroup_rows() const { return warpgroup_ * 64 * kPanelRowBytes; }
     __device__ __forceinline__ static void meet() { barrier_of<c.consumers>(kConsumers); }
 
@@ -225,7 +225,7 @@ class BackwardConsumer {
     // s: dot products on entry, P on return.
     __device__ __forceinline__ void exponentiate(Part& s, const QueryNote& note, uint32_t n, int part) const {
         each_pair(shared_.lse[n % c.stages] + part * kPart, [&](int tile, float2 lse) {
-            float(&x)[4] = s.value[0][tile];
+            float (&x)[4] = s.value[0][tile];
             x[0] = GpuMath::exponential(x[0] * score_unit_ - lse.x);
             x[1] = GpuMath::exponential(x[1] * score_unit_ - lse.y);
             x[2] = GpuMath::exponential(x[2] * score_unit_ - lse.x);
@@ -238,8 +238,8 @@ class BackwardConsumer {
     __device__ __forceinline__ void differentiate(const Part& p, Part& dp, const QueryNote& note, uint32_t n,
                                                   int part) const {
         each_pair(shared_.delta[n % c.stages] + part * kPart, [&](int tile, float2 delta) {
-            float(&x)[4] = dp.value[0][tile];
-            const float(&factor)[4] = p.value[0][tile];
+            float (&x)[4] = dp.value[0][tile];
+            const float (&factor)[4] = p.value[0][tile];
             x[0] = factor[0] * (x[0] - delta.x);
             x[1] = factor[1] * (x[1] - delta.y);
             x[2] = factor[2] * (x[2] - delta.x);

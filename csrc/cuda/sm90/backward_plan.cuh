@@ -20,6 +20,7 @@ struct BackwardConfiguration {
 // A tile of queries, beside its stage.
 struct QueryNote {
     float* dq;  // its sums
+    int head;
     Position first;
     Interval seen;     // what of it exists and sees some key
     bool masked, bad;  // bad: some rows of Q and dO were not finite, and are zeros now
@@ -58,7 +59,7 @@ struct BackwardShared {
     alignas(1024) char q[c.stages][query_bytes];
     alignas(1024) char dout[c.stages][query_bytes];
     alignas(1024) char ds[2][c.key_tile * c.query_tile * 2];  // dS^T
-    alignas(16) float lse[c.stages][c.query_tile];            // in log 2; infinite where no key is seen
+    alignas(16) float lse[c.stages][c.query_tile];            // in log 2
     alignas(16) float delta[c.stages][c.query_tile];
     uint64_t k_full, v_full;
     uint64_t q_full[c.stages], q_empty[c.stages];  // Q, the note, lse and delta
@@ -76,7 +77,7 @@ struct BackwardShared {
         mbarrier_init(shared_address(&v_full), 1);
         mbarrier_init(shared_address(&landed), 1);
         for (int i = 0; i < c.stages; ++i) {
-            mbarrier_init(shared_address(&q_full[i]), 1 + kWarpArrivals);
+            mbarrier_init(shared_address(&q_full[i]), 1 + 32);
             mbarrier_init(shared_address(&dout_full[i]), 1);
             mbarrier_init(shared_address(&q_empty[i]), c.warpgroups * 4 * kWarpArrivals);
             mbarrier_init(shared_address(&dout_empty[i]), c.warpgroups * 4 * kWarpArrivals);

@@ -4,8 +4,8 @@
 #pragma once
 
 #include "../any/finite.cuh"
+#include "../ptx/cp_async.h"
 #include "../ptx/tma.h"
-#include "../tile/gpu_math.h"
 #include "backward_plan.cuh"
 #include "tensor_map.h"
 
@@ -19,8 +19,9 @@ template <DType dtype, BackwardConfiguration c>
 class BackwardProducer {
   public:
     __device__ BackwardProducer(const BackwardProblem& problem, const BackwardMaps& maps,
-                                const DqSums& dq_sums, BackwardShared<c>& shared)
-        : problem_(problem), maps_(maps), dq_sums_(dq_sums), shared_(shared) {}
+                                const RowStatistics& lse_log2, const DqSums& dq_sums,
+                                BackwardShared<c>& shared)
+        : problem_(problem), maps_(maps), lse_log2_(lse_log2), dq_sums_(dq_sums), shared_(shared) {}
 
     // The whole warp.
     __device__ void run() {
@@ -28,15 +29,25 @@ class BackwardProducer {
         if (!plan.has_queries) return;
         if (lane_index() == 0) load_keys(shared_.k, maps_.k, shared_address(&shared_.k_full));
         uint32_t n = 0;
+#pragma unroll 1
         for (int i = 0; i < plan.tile.group; ++i) {
-            float* const dq = dq_sums_.of_head(plan.place.head, i, plan.tile.batch);
             TileWalk<c.query_tile> walk(plan.walk, plan.start);
-            while (walk.more()) {
-                QueryNote note{dq + int64_t(walk.first()) * c.head_dim, walk.first(), walk.seen(plan.walk),
-                               walk.masked() || plan.partial};
+#pragma unroll 1
+            for (; walk.more(); ++n) {
+                mbarrier_wait(in_ring(shared_.q_empty, n), parity(shared_.q_empty, n) ^ 1);
+                QueryNote& note = shared_.notes[n % c.stages];
+                if (lane_index() == 0) {
+                    note.head = int(plan.tile.head) * plan.tile.group + i;
+                    note.dq = dq_sums_.of_head(plan.place.head, i, plan.tile.batch) +
+                              int64_t(walk.first()) * c.head_dim;
+                    note.first = walk.first();
+                    note.seen = walk.seen(plan.walk);
+                    note.masked = walk.masked() || plan.partial;
+                }
                 walk.advance(plan.walk);
-                note.last = !walk.more() && i + 1 == plan.tile.group;
-                copy(note, int(plan.tile.head) * plan.tile.group + i, n++);
+                if (lane_index() == 0) note.last = !walk.more() && i + 1 == plan.tile.group;
+                __syncwarp();
+                copy(note, n);
             }
         }
     }
@@ -44,7 +55,6 @@ class BackwardProducer {
   private:
     using Shared = BackwardShared<c>;
     using QueryTile = TileLayout<c.query_tile, c.head_dim, 2, kPanel>;
-    static constexpr int kSteps = (c.query_tile + 31) / 32;
 
     __device__ __forceinline__ int batch() const {
         return problem_.forward.cu_seqlens_q ? 0 : int(shared_.plan.tile.batch);
@@ -66,61 +76,57 @@ class BackwardProducer {
                      batch());
     }
 
-    __device__ __forceinline__ void copy(QueryNote& note, int head, uint32_t n) {
+    __device__ __forceinline__ void copy(QueryNote& note, uint32_t n) {
         const int stage = int(n % c.stages);
         const int row = int(shared_.plan.tile.sequence.first_query_row) + note.first;
         const uint32_t q_full = in_ring(shared_.q_full, n), dout_full = in_ring(shared_.dout_full, n);
-        float lse[kSteps], delta[kSteps];
-        note.bad = load_statistics(lse, delta, row, head) && note.masked;
-        mbarrier_wait(in_ring(shared_.q_empty, n), parity(shared_.q_empty, n) ^ 1);
-        if (note.bad) {
-            mbarrier_wait(in_ring(shared_.dout_empty, n), parity(shared_.dout_empty, n) ^ 1);
-            copy_finite(stage, row, head);
-            if (lane_index() == 0) {
-                mbarrier_arrive(q_full);
-                mbarrier_arrive(dout_full);
-            }
-        } else if (lane_index() == 0) {
-            mbarrier_arrive_expecting(q_full, Shared::query_bytes);
-            load<c.query_tile>(shared_.q[stage], maps_.q, q_full, row, head);
+        const bool bad = note.masked && may_be_bad(row, note.head);
+        copy_statistics(stage, row, note.head);
+        if (lane_index() == 0) {
+            note.bad = bad;
+            if (n == 0) dq_sums_.wait_for_place(shared_.plan.place.head);
         }
-#pragma unroll
-        for (int i = 0; i < kSteps; ++i) {
-            const int at = i * 32 + lane_index();
-            if (at >= c.query_tile) break;
-            shared_.lse[stage][at] = lse[i] == -INFINITY ? INFINITY : lse[i] * float(GpuMath::unit);
-            shared_.delta[stage][at] = delta[i];
+        mbarrier_arrive_behind_copies(q_full);
+        if (bad) {
+            mbarrier_wait(in_ring(shared_.dout_empty, n), parity(shared_.dout_empty, n) ^ 1);
+            copy_finite(stage, row, note.head);
         }
         if (lane_index() == 0) {
-            shared_.notes[stage] = note;
-            if (n == 0) {
-                load_keys(shared_.v, maps_.v, shared_address(&shared_.v_full));
-                dq_sums_.wait_for_place(shared_.plan.place.head);
-            }
+            mbarrier_arrive_expecting(q_full, bad ? 0 : Shared::query_bytes);
+            if (!bad) load<c.query_tile>(shared_.q[stage], maps_.q, q_full, row, note.head);
+            if (n == 0) load_keys(shared_.v, maps_.v, shared_address(&shared_.v_full));
         }
-        mbarrier_arrive_warp(q_full);
-        if (note.bad) return;
         mbarrier_wait(in_ring(shared_.dout_empty, n), parity(shared_.dout_empty, n) ^ 1);
         if (lane_index() == 0) {
-            mbarrier_arrive_expecting(dout_full, Shared::query_bytes);
-            load<c.query_tile>(shared_.dout[stage], maps_.dout, dout_full, row, head);
+            mbarrier_arrive_expecting(dout_full, bad ? 0 : Shared::query_bytes);
+            if (!bad) load<c.query_tile>(shared_.dout[stage], maps_.dout, dout_full, row, note.head);
         }
     }
 
-    // Also of a neighbouring sequence's rows, since those are copied, too. True if some row of Q or dO may
-    // not be finite: that leaves its mark on lse or delta.
-    __device__ __forceinline__ bool load_statistics(float (&lse)[kSteps], float (&delta)[kSteps], int row,
-                                                    int head) const {
-        const int64_t batch = shared_.plan.tile.batch;
+    __device__ __forceinline__ const float* statistics(const RowStatistics& of, int row, int head) const {
+        return statistics_of<const float>(of, shared_.plan.tile.batch, row, head);
+    }
+    // Of all rows that are copied, also those of a neighbouring sequence.
+    __device__ __forceinline__ bool exists(int row) const { return row < problem_.forward.rows_q; }
+
+    __device__ __forceinline__ void copy_statistics(int stage, int row, int head) const {
+        copy_statistics(shared_.lse[stage], statistics(lse_log2_, row, head), row);
+        copy_statistics(shared_.delta[stage], statistics(problem_.delta, row, head), row);
+    }
+    __device__ __forceinline__ void copy_statistics(const float* to, const float* from, int row) const {
+#pragma unroll 1
+        for (int i = lane_index(); i < c.query_tile; i += 32)
+            cp_async_4(shared_address(to + i), from + (exists(row + i) ? i : 0), exists(row + i));
+    }
+
+    // A row of Q or dO that is not finite leaves its mark on lse or delta.
+    __device__ __forceinline__ bool may_be_bad(int row, int head) const {
         bool bad = false;
-#pragma unroll
-        for (int i = 0; i < kSteps; ++i) {
-            const int64_t at = row + i * 32 + lane_index();
-            const bool exists = i * 32 + lane_index() < c.query_tile && at < problem_.forward.rows_q;
-            lse[i] = exists ? *statistics_of<const float>(problem_.forward.lse, batch, at, head) : 0;
-            delta[i] = exists ? *statistics_of<const float>(problem_.delta, batch, at, head) : 0;
-            bad |= !(fabsf(lse[i]) + fabsf(delta[i]) < INFINITY);
-        }
+#pragma unroll 1
+        for (int i = lane_index(); i < c.query_tile && exists(row + i); i += 32)
+            bad |= !(fabsf(*statistics(lse_log2_, row + i, head)) +
+                         fabsf(*statistics(problem_.delta, row + i, head)) <
+                     INFINITY);
         return __any_sync(0xffffffff, bad);
     }
 
@@ -131,7 +137,7 @@ class BackwardProducer {
             load<c.query_tile>(shared_.q[stage], maps_.q, landed, row, head);
             load<c.query_tile>(shared_.dout[stage], maps_.dout, landed, row, head);
         }
-        uint32_t(&bad)[(c.query_tile + 31) / 32] = shared_.bad_queries[stage];
+        uint32_t (&bad)[(c.query_tile + 31) / 32] = shared_.bad_queries[stage];
         if (lane_index() < (c.query_tile + 31) / 32) bad[lane_index()] = 0;
         mbarrier_wait(landed, landed_++ % 2);
         __syncwarp();
@@ -143,6 +149,7 @@ class BackwardProducer {
 
     const BackwardProblem& problem_;
     const BackwardMaps& maps_;
+    const RowStatistics& lse_log2_;
     const DqSums& dq_sums_;
     Shared& shared_;
     uint32_t landed_ = 0;  // tiles that were looked at
