@@ -145,7 +145,8 @@ def test_what_is_not_finite_stays_where_it_is_seen(value):
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_neighbours_that_are_not_finite(head_dim, value):
     """Of packed sequences, whose rows are in the same tiles: as zeros there."""
-    lengths_q, lengths_k = (torch.tensor(x, dtype=torch.int32) for x in ((0, 70, 203, 260), (0, 90, 150, 310)))
+    ends = (0, 70, 203, 260), (0, 90, 150, 310)
+    lengths_q, lengths_k = (torch.tensor(x, dtype=torch.int32) for x in ends)
     shapes = [(263, 4, head_dim), (312, 2, head_dim), (312, 2, head_dim), (263, 4, head_dim)]
     q, k, v, dout = (torch.randn(shape).to(HALF) for shape in shapes)
     results = []
@@ -158,8 +159,8 @@ def test_neighbours_that_are_not_finite(head_dim, value):
         out = flash_attn.flash_attn_varlen_func(*leaves, lengths_q, lengths_k, 133, 160, causal=True)
         results.append(torch.autograd.grad(out, leaves, dout))
     for clean, dirty in zip(*results, strict=True):
-        rows = [slice(0, 70), slice(203, None)] if clean is results[0][0] else [slice(0, 90), slice(150, None)]
-        for part in rows:
+        first, second = (70, 203) if clean is results[0][0] else (90, 150)
+        for part in (slice(0, first), slice(second, None)):
             torch.testing.assert_close(clean[part], dirty[part], rtol=2e-2, atol=2e-2)
 
 
