@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import flash_attn.nn
+from acceptance import FACTOR, SINGLE_FACTOR
 from attention_case import draw_rng_state, keep_mask, largest_allocation
 from flash_attn.nn import attention_weights as weights_module
 from module_pair import HEADS, E, answer, compare, draw, make_pair
@@ -83,7 +84,9 @@ def test_accuracy(dtype, masks, device):
         right, mine, usual = (getattr(a, name) if hasattr(a, name) else a.gradients[name]
                               for a in (reference, *result))
         rounding = torch.finfo(dtype).eps * right.pow(2).mean().sqrt()
-        assert error(mine, right) <= 1.5 * error(usual, right) + rounding, name
+        # As acceptance.py asks of rows.
+        factor = SINGLE_FACTOR if dtype == torch.float32 and device == "cuda" else FACTOR
+        assert error(mine, right) <= factor * error(usual, right) + rounding, name
 
 
 def test_same_signatures():

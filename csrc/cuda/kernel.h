@@ -51,6 +51,8 @@ struct BackwardKernel {
     int64_t shared_bytes;
     int64_t (*workspace_bytes)(const BackwardProblem& problem, const Device& device);
     void (*launch)(const BackwardProblem& problem, const Launch& launch);
+    int capability = 0;  // both as of a ForwardKernel
+    const char* (*why_not)(const BackwardProblem& problem, const Device& device) = nullptr;
 };
 
 using MaskPacker = void(const MaskPacking& packing, const Launch& launch);

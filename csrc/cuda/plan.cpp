@@ -40,6 +40,14 @@ int64_t most_keys(const ForwardProblem& problem) {
     return std::min(problem.seqlen_k, problem.window_left + problem.window_right + 1);
 }
 
+const ForwardProblem& forward_of(const ForwardProblem& problem) {
+    return problem;
+}
+
+const ForwardProblem& forward_of(const BackwardProblem& problem) {
+    return problem.forward;
+}
+
 // What a kernel's from_keys is compared with: in the backward how many keys a query sees on average (measured
 // under a causal mask).
 int64_t keys_for(const ForwardKernel&, const ForwardProblem& problem) {
@@ -58,8 +66,9 @@ const char* objection(const ForwardKernel& kernel, const ForwardProblem& problem
     return kernel.why_not ? kernel.why_not(problem, device) : nullptr;
 }
 
-const char* objection(const BackwardKernel&, const ForwardProblem&, const Device&) {
-    return nullptr;
+const char* objection(const BackwardKernel& kernel, const BackwardProblem& problem, const Device& device) {
+    if (kernel.capability && kernel.capability != device.capability) return "it is for other GPUs";
+    return kernel.why_not ? kernel.why_not(problem, device) : nullptr;
 }
 
 template <class Kernel>
@@ -77,15 +86,16 @@ bool blocks_fill_tiles(const Kernel& kernel, const ForwardProblem& problem) {
 
 // The first kernel that the device can run and that suits the problem; among those of the same head dim one
 // that all blocks fit.
-template <class Kernel>
-const Kernel* first_fit(const Kernel* const* kernels, const ForwardProblem& problem, const Device& device) {
+template <class Kernel, class Problem>
+const Kernel* first_fit(const Kernel* const* kernels, const Problem& whole, const Device& device) {
+    const ForwardProblem& problem = forward_of(whole);
     if (device.capability < kLowestCapability || !compiled_for(device.capability)) return nullptr;
     const Kernel* first = nullptr;
     for (; *kernels; ++kernels) {
         const Kernel& kernel = **kernels;
         if (kernel.dtype != problem.dtype || kernel.head_dim < larger_head_dim(problem) ||
             kernel.shared_bytes > device.shared_bytes_per_block || !enough_keys(kernel, problem) ||
-            !blocks_fill_tiles(kernel, problem) || objection(kernel, problem, device))
+            !blocks_fill_tiles(kernel, problem) || objection(kernel, whole, device))
             continue;
         if (first && kernel.head_dim != first->head_dim) break;
         if (all_blocks_fit(kernel, device)) return &kernel;
@@ -115,16 +125,17 @@ std::string no_kernel_for(DType dtype, const Kernel* const* kernels, std::string
 }
 
 // Why a kernel of the problem's dtype is not the chosen one.
-template <class Kernel>
-std::string reason_of(const Kernel& kernel, const Kernel* chosen, const ForwardProblem& problem,
+template <class Kernel, class Problem>
+std::string reason_of(const Kernel& kernel, const Kernel* chosen, const Problem& whole,
                       const Device& device) {
+    const ForwardProblem& problem = forward_of(whole);
     if (kernel.head_dim < larger_head_dim(problem))
         return "it takes head dims up to " + std::to_string(kernel.head_dim) + ", here it is " +
                std::to_string(larger_head_dim(problem));
     if (!enough_keys(kernel, problem))
         return "it is for queries that see " + std::to_string(kernel.from_keys) +
                " keys or more, here they see " + std::to_string(keys_for(kernel, problem));
-    if (const char* reason = objection(kernel, problem, device)) return reason;
+    if (const char* reason = objection(kernel, whole, device)) return reason;
     if (!blocks_fill_tiles(kernel, problem)) return "its tiles are larger than the map's blocks";
     if (kernel.shared_bytes > device.shared_bytes_per_block)
         return "it needs " + std::to_string(kernel.shared_bytes) + " bytes of shared memory, this GPU has " +
@@ -132,16 +143,16 @@ std::string reason_of(const Kernel& kernel, const Kernel* chosen, const ForwardP
     return std::string(chosen->name) + " of " + chosen->engine + " comes first";
 }
 
-template <class Kernel>
-std::vector<WhyNot> refusals(const Kernel* const* kernels, const ForwardProblem& problem,
-                             const Device& device) {
+template <class Kernel, class Problem>
+std::vector<WhyNot> refusals(const Kernel* const* kernels, const Problem& problem, const Device& device) {
+    const DType dtype = forward_of(problem).dtype;
     std::vector<WhyNot> reasons;
     const Kernel* const chosen = first_fit(kernels, problem, device);
     const std::string no_device = why_not(device);
     for (const std::string_view engine : engine_names()) {
         bool has_dtype = false;
         for (auto kernel = kernels; *kernel; ++kernel) {
-            if (engine != (*kernel)->engine || (*kernel)->dtype != problem.dtype) continue;
+            if (engine != (*kernel)->engine || (*kernel)->dtype != dtype) continue;
             has_dtype = true;
             if (*kernel != chosen && no_device.empty())
                 reasons.push_back(
@@ -150,7 +161,7 @@ std::vector<WhyNot> refusals(const Kernel* const* kernels, const ForwardProblem&
         if (!no_device.empty())
             reasons.push_back({std::string(engine), "", no_device});
         else if (!has_dtype)
-            reasons.push_back({std::string(engine), "", no_kernel_for(problem.dtype, kernels, engine)});
+            reasons.push_back({std::string(engine), "", no_kernel_for(dtype, kernels, engine)});
     }
     return reasons;
 }
@@ -167,7 +178,7 @@ const ForwardKernel* kernel_for(const ForwardProblem& problem, const Device& dev
 }
 
 const BackwardKernel* kernel_for(const BackwardProblem& problem, const Device& device) {
-    return first_fit(backward_kernels, problem.forward, device);
+    return first_fit(backward_kernels, problem, device);
 }
 
 int splits_for(int64_t blocks, int64_t key_tiles, int multiprocessors) {
@@ -207,7 +218,7 @@ std::vector<WhyNot> why_not(const ForwardProblem& problem, const Device& device)
 }
 
 std::vector<WhyNot> why_not(const BackwardProblem& problem, const Device& device) {
-    return refusals(backward_kernels, problem.forward, device);
+    return refusals(backward_kernels, problem, device);
 }
 
 std::string why_not(const Device& device) {

@@ -102,6 +102,7 @@ ForwardProblem problem_of(const dict& sizes) {
     problem.q = contiguous(problem.rows_q, problem.heads_q, problem.head_dim);
     problem.k = contiguous(problem.rows_k, problem.heads_k, problem.head_dim);
     problem.v = contiguous(problem.rows_k, problem.heads_k, problem.head_dim_v);
+    problem.out = contiguous(problem.rows_q, problem.heads_q, problem.head_dim_v);
     return problem;
 }
 
@@ -134,6 +135,7 @@ dict plans(const dict& sizes, const std::optional<dict>& device_row) {
     BackwardProblem problem{};
     problem.forward = problem_of(sizes);
     problem.forward.deterministic = sizes["deterministic"].cast<bool>();
+    problem.dout = problem.forward.out;
     dict both;
     both["forward"] = plan_of(problem.forward, device);
     both["backward"] = plan_of(problem, device);

@@ -139,3 +139,33 @@ def test_what_is_not_finite_stays_where_it_is_seen(value):
     for name in ("out", "dq"):
         assert torch.equal(getattr(dirty, name)[:, :100], getattr(clean, name)[:, :100]), name
     assert dirty.out[:, 100:].isnan().all()
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_neighbours_that_are_not_finite(head_dim, value):
+    """Of packed sequences, whose rows are in the same tiles: as zeros there."""
+    ends = (0, 70, 203, 260), (0, 90, 150, 310)
+    lengths_q, lengths_k = (torch.tensor(x, dtype=torch.int32) for x in ends)
+    shapes = [(263, 4, head_dim), (312, 2, head_dim), (312, 2, head_dim), (263, 4, head_dim)]
+    q, k, v, dout = (torch.randn(shape).to(HALF) for shape in shapes)
+    results = []
+    for filled in (0.0, value):
+        for x in (q, dout):
+            x[70:203] = x[260:] = filled
+        for x in (k, v):
+            x[90:150] = x[310:] = filled
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        out = flash_attn.flash_attn_varlen_func(*leaves, lengths_q, lengths_k, 133, 160, causal=True)
+        results.append(torch.autograd.grad(out, leaves, dout))
+    for clean, dirty in zip(*results, strict=True):
+        first, second = (70, 203) if clean is results[0][0] else (90, 150)
+        for part in (slice(0, first), slice(second, None)):
+            torch.testing.assert_close(clean[part], dirty[part], rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("seqlens", [(1, 300), (300, 1), (129, 255)], ids=str)
+def test_backward_of_many_heads_and_ragged_tiles(seqlens, head_dim):
+    given = case(HALF, head_dim, *seqlens, num_heads=8, num_heads_k=1, causal=seqlens[0] == 129)
+    given.check(given.draw(), given.draw_dlse())

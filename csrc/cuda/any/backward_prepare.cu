@@ -1,4 +1,5 @@
 #include "../launch.h"
+#include "../tile/gpu_math.h"
 #include "rows.cuh"
 #include "rows.h"
 
@@ -41,7 +42,8 @@ bool rows_are_vectors(const TensorView& view, int64_t head_dim, int64_t element_
 
 template <DType dtype>
 __global__ void __launch_bounds__(kThreads)
-    attention_delta(const __grid_constant__ BackwardProblem problem, bool vectors, int64_t batches) {
+    attention_delta(const __grid_constant__ BackwardProblem problem,
+                    const __grid_constant__ RowStatistics lse_log2, bool vectors, int64_t batches) {
     using Bits = typename ElementOf<dtype>::Bits;
     const ForwardProblem& forward = problem.forward;
     const HeadRow at = HeadRow::of_thread<kLanes>(batches, forward.rows_q, forward.heads_q);
@@ -50,15 +52,19 @@ __global__ void __launch_bounds__(kThreads)
                                      row_of<const Bits>(problem.dout, batch, row, at.head),
                                      int(forward.head_dim_v), vectors);
     if (!at.exists || threadIdx.x % kLanes != 0) return;
-    const bool seen = *statistics_of<const float>(forward.lse, at.batch, at.row, at.head) != -INFINITY;
+    const float lse = *statistics_of<const float>(forward.lse, at.batch, at.row, at.head);
+    const bool seen = lse != -INFINITY;
     const float dlse =
         problem.dlse.data ? *statistics_of<const float>(problem.dlse, at.batch, at.row, at.head) : 0;
     *statistics_of<float>(problem.delta, at.batch, at.row, at.head) = seen ? sum - dlse : 0;
+    if (lse_log2.data)
+        *statistics_of<float>(lse_log2, at.batch, at.row, at.head) =
+            seen ? lse * float(GpuMath::unit) : INFINITY;
 }
 
 }  // namespace
 
-void compute_delta(const BackwardProblem& problem, const Launch& launch) {
+void compute_delta(const BackwardProblem& problem, const RowStatistics& lse_log2, const Launch& launch) {
     const ForwardProblem& forward = problem.forward;
     const int64_t batches = forward.cu_seqlens_q ? 1 : forward.batch;
     const int64_t rows = batches * forward.rows_q * forward.heads_q;
@@ -67,8 +73,12 @@ void compute_delta(const BackwardProblem& problem, const Launch& launch) {
         const bool vectors = rows_are_vectors(forward.out, forward.head_dim_v, bytes) &&
                              rows_are_vectors(problem.dout, forward.head_dim_v, bytes);
         launch_kernel("attention_delta", attention_delta<dtype>, (rows * kLanes + kThreads - 1) / kThreads,
-                      kThreads, 0, launch, problem, vectors, batches);
+                      kThreads, 0, launch, problem, lse_log2, vectors, batches);
     });
+}
+
+void compute_delta(const BackwardProblem& problem, const Launch& launch) {
+    compute_delta(problem, {}, launch);
 }
 
 }  // namespace flash::cuda

@@ -7,6 +7,8 @@ namespace flash::cuda {
 
 // problem.delta = rowsum(dO * O) - dlse (docs/algorithm.md), 0 for rows that saw no key.
 void compute_delta(const BackwardProblem& problem, const Launch& launch);
+// Also lse in log 2, infinite for rows that saw no key, so that every probability of theirs is 0.
+void compute_delta(const BackwardProblem& problem, const RowStatistics& lse_log2, const Launch& launch);
 
 void pack_mask(const MaskPacking& packing, const Launch& launch);
 

@@ -6,7 +6,7 @@
 // A descriptor tells where a tile lies in shared memory (PTX ISA, "Shared Memory Matrix Layout"), here always
 // in panels of 128 bytes, swizzled: chunk ^ row % 8 as in TileLayout, panels at multiples of 1024 bytes.
 // Depth is contiguous in Q and K (a panel's row: 64 of depth), columns are in V (`transposed`; a panel's row:
-// 64 columns of one depth).
+// 64 columns of one depth), and so may be rows of A (`left_transposed`; a panel's row: 64 rows of one depth).
 #pragma once
 
 #include <cstdint>
@@ -93,18 +93,19 @@ __device__ __forceinline__ void keep(float (&d)[kCount]) {
         FLASH_D8(112), FLASH_D8(120)
 
 // D = A B + (accumulate ? D : 0), 16 of depth.
-template <DType dtype, int kColumns, bool transposed>
+template <DType dtype, int kColumns, bool transposed, bool left_transposed = false>
 struct Wgmma;
 
-#define FLASH_WGMMA(dtype, type, n, transposed, a, b, c, e, f, p_ss, p_rs)                                   \
+#define FLASH_WGMMA(dtype, type, n, left_transposed, transposed, a, b, c, e, f, p_ss, p_rs)                  \
     template <>                                                                                              \
-    struct Wgmma<dtype, n, transposed> {                                                                     \
+    struct Wgmma<dtype, n, transposed, left_transposed> {                                                    \
         __device__ __forceinline__ static void multiply(float (&d)[n / 2], uint64_t left, uint64_t right,    \
                                                         bool accumulate) {                                   \
             asm volatile("{ .reg .pred p; setp.ne.b32 p, " p_ss                                              \
                          ", 0;\n"                                                                            \
                          "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type                     \
-                         " {" FLASH_REGISTERS_##n "}, " a ", " b ", p, 1, 1, 0, " #transposed "; }\n"        \
+                         " {" FLASH_REGISTERS_##n "}, " a ", " b ", p, 1, 1, " #left_transposed              \
+                                                  ", " #transposed "; }\n"                                   \
                          : FLASH_D_##n                                                                       \
                          : "l"(left), "l"(right), "r"(int(accumulate)));                                     \
         }                                                                                                    \
@@ -120,11 +121,13 @@ struct Wgmma;
         }                                                                                                    \
     };
 
-#define FLASH_WGMMA_OF(n, ...)                              \
-    FLASH_WGMMA(DType::bfloat16, "bf16", n, 0, __VA_ARGS__) \
-    FLASH_WGMMA(DType::bfloat16, "bf16", n, 1, __VA_ARGS__) \
-    FLASH_WGMMA(DType::float16, "f16", n, 0, __VA_ARGS__)   \
-    FLASH_WGMMA(DType::float16, "f16", n, 1, __VA_ARGS__)
+#define FLASH_WGMMA_OF(n, ...)                                 \
+    FLASH_WGMMA(DType::bfloat16, "bf16", n, 0, 0, __VA_ARGS__) \
+    FLASH_WGMMA(DType::bfloat16, "bf16", n, 0, 1, __VA_ARGS__) \
+    FLASH_WGMMA(DType::bfloat16, "bf16", n, 1, 1, __VA_ARGS__) \
+    FLASH_WGMMA(DType::float16, "f16", n, 0, 0, __VA_ARGS__)   \
+    FLASH_WGMMA(DType::float16, "f16", n, 0, 1, __VA_ARGS__)   \
+    FLASH_WGMMA(DType::float16, "f16", n, 1, 1, __VA_ARGS__)
 
 FLASH_WGMMA_OF(64, "%32", "%33", "%34", "%35", "%36", "%34", "%37")
 FLASH_WGMMA_OF(80, "%40", "%41", "%42", "%43", "%44", "%42", "%45")

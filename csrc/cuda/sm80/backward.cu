@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(kThreads)
     if (rows.rows.empty()) return;
     Dq::Accumulators dq;
     Dq::load(dq, dq_sums.of_tile(unit, tile));
-    Dq::store(problem, rows, dq, shared_address(memory));
+    Dq::store(problem, rows, dq, dq_sums.scale(), shared_address(memory));
 }
 
 // Where several blocks share a multiprocessor, one that finishes a unit leaves it busy.
@@ -73,7 +73,8 @@ DqSums dq_sums_of(const ForwardProblem& problem, const RowTiling& keys, const De
     if (problem.deterministic) return DqSums(queries);
     return DqSums(keys, queries, problem.heads_q / std::max<int64_t>(problem.heads_k, 1),
                   int64_t(device.multiprocessors) * kConfiguration.blocks,
-                  kConfiguration.query_tile * kConfiguration.head_dim, kShares || keys.section() == 1);
+                  kConfiguration.query_tile * kConfiguration.head_dim, kShares || keys.section() == 1,
+                  features_of(problem) == Features::none ? float(problem.softmax_scale) : 1.f);
 }
 
 int64_t workspace_bytes(const BackwardProblem& problem, const Device& device) {

@@ -15,7 +15,7 @@
 #pragma once
 
 #include "../ptx/mbarrier.h"
-#include "dq_sums.cuh"
+#include "../any/dq_sums.cuh"
 #include "../any/finite.cuh"
 #include "score_gradient.cuh"
 #include "../any/tile_walk.cuh"

@@ -1,10 +1,10 @@
 // One row of the kernel table and one element type.
 #include <algorithm>
 #include <atomic>
-#include <cstdlib>
 #include <random>
 
 #include "forward.cuh"
+#include "switch.h"
 
 namespace flash::cuda {
 namespace sm90 {
@@ -55,8 +55,7 @@ Rows keys_of(const ForwardProblem& problem, const TensorView& view, int64_t head
 }
 
 const char* why_not(const ForwardProblem& problem, const Device& device) {
-    static const bool wanted = std::getenv("FLASH_ATTN_SM90") != nullptr;
-    if (!wanted) return "it has run on an emulator only; FLASH_ATTN_SM90=1 takes it";
+    if (const char* off = switched_off()) return off;
     if (problem.dropout_threshold || problem.bias.data || problem.visible.data)
         return "it has no dropout, biases and masks of elements";
     if (problem.softcap != 0 || problem.alibi_slopes || !(problem.softmax_scale > 0))

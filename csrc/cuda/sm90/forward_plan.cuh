@@ -6,6 +6,7 @@
 #include "../any/row_tile.cuh"
 #include "../any/tile_walk.cuh"
 #include "../ptx/mbarrier.h"
+#include "ring.h"
 
 namespace flash::cuda::sm90 {
 
@@ -132,16 +133,5 @@ struct ForwardShared {
         }
     }
 };
-
-// The n-th use of a ring of barriers: which one, and the parity of its phase.
-template <int kCount>
-__device__ __forceinline__ uint32_t in_ring(const uint64_t (&barriers)[kCount], uint32_t n) {
-    return shared_address(barriers) + n % kCount * uint32_t(sizeof(uint64_t));
-}
-
-template <int kCount>
-__device__ __forceinline__ uint32_t parity(const uint64_t (&)[kCount], uint32_t n) {
-    return n / kCount % 2;
-}
 
 }  // namespace flash::cuda::sm90

@@ -18,13 +18,15 @@ struct Fragment {
 
     float value[row_tiles][column_tiles][4];
 
-    __device__ __forceinline__ void clear() {
+    __device__ __forceinline__ void clear() { fill(0); }
+
+    __device__ __forceinline__ void fill(float x) {
 #pragma unroll
         for (int m = 0; m < row_tiles; ++m)
 #pragma unroll
             for (int n = 0; n < column_tiles; ++n)
 #pragma unroll
-                for (int e = 0; e < 4; ++e) value[m][n][e] = 0;
+                for (int e = 0; e < 4; ++e) value[m][n][e] = x;
     }
 
     // Row r of the lane's rows, and its columns c = 0 .. 2 * column_tiles - 1 in ascending order.

@@ -65,6 +65,7 @@ struct RegisterOperand {
 
     uint32_t value[kColumns / kStepDepth<dtype>][row_tiles][4];
 
+    RegisterOperand() = default;
     __device__ __forceinline__ explicit RegisterOperand(const Fragment<kRows, kColumns>& from) {
 #pragma unroll
         for (int k = 0; k < kColumns / kStepDepth<dtype>; ++k)

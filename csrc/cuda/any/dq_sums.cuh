@@ -16,14 +16,14 @@
 
 #include <algorithm>
 
+#include "../ptx/barrier.h"
 #include "../ptx/counter.h"
 #include "../ptx/reduce.h"
 #include "../tile/warp_product.h"
-#include "../any/loader.cuh"
-#include "../any/row_tile.cuh"
-#include "score_gradient.cuh"
+#include "loader.cuh"
+#include "row_tile.cuh"
 
-namespace flash::cuda::sm80 {
+namespace flash::cuda {
 
 class DqSums {
   public:
@@ -32,9 +32,9 @@ class DqSums {
 
     // keys: the tiling of the walk, of which the device runs so many blocks at once. group: query heads of a
     // key head. Tiles of queries are tile_elements numbers large. in_walk: the units of short sequences are
-    // finished by their last blocks.
+    // finished by their last blocks. scale: what dQ is of the sums.
     DqSums(const RowTiling& keys, const RowTiling& queries, int64_t group, int64_t blocks_at_once,
-           int64_t tile_elements, bool in_walk)
+           int64_t tile_elements, bool in_walk, float scale)
         : queries_(queries),
           units_(keys.heads()),
           sharers_(keys.tiles()),
@@ -42,7 +42,8 @@ class DqSums {
                    group * queries.tiles() * tile_elements * int64_t(sizeof(float)) < kLargeUnit),
           places_(uint32_t(places(keys, blocks_at_once))),
           unit_tiles_(uint32_t(group * queries.tiles())),
-          tile_elements_(tile_elements) {}
+          tile_elements_(tile_elements),
+          scale_(scale) {}
 
     // Counters, then sums; all zero at the start.
     int64_t bytes() const {
@@ -73,6 +74,8 @@ class DqSums {
                                                uint32_t tile) const {
         return queries_(unit * unit_tiles_.divisor + tile, problem, false);
     }
+
+    __device__ __forceinline__ float scale() const { return scale_; }
 
     // By one thread, before a barrier in front of the block's first addition.
     __device__ __forceinline__ void wait_for_place(uint32_t unit) const {
@@ -110,6 +113,7 @@ class DqSums {
     Division places_;
     Division unit_tiles_;  // tiles of queries, of all its heads
     int64_t tile_elements_ = 0;
+    float scale_ = 1;
     uint32_t* done_ = nullptr;  // of each unit: blocks, and one more when it is finished
     float* sums_ = nullptr;  // [places, group, tiles of queries, the threads' accumulators], so that a warp
                              // adds to consecutive addresses
@@ -131,15 +135,16 @@ class DqTile {
         return threadIdx.x / 32 % column_warps * Accumulators::column_tiles * 8;
     }
 
-    __device__ __forceinline__ static void add(float* sums, const Accumulators& dq) {
+    // thread: the one whose accumulators these are.
+    __device__ __forceinline__ static void add(float* sums, const Accumulators& dq,
+                                               uint32_t thread = threadIdx.x) {
         each([&](int m, int n, int place) {
             const auto& x = dq.value[m][n];
 #if __CUDA_ARCH__ >= 900
-            reduce_add(reinterpret_cast<float4*>(sums + place) + threadIdx.x,
-                       make_float4(x[0], x[1], x[2], x[3]));
+            reduce_add(reinterpret_cast<float4*>(sums + place) + thread, make_float4(x[0], x[1], x[2], x[3]));
 #else
 #pragma unroll
-            for (int e = 0; e < 4; ++e) reduce_add(sums + place + e * threads + threadIdx.x, x[e]);
+            for (int e = 0; e < 4; ++e) reduce_add(sums + place + e * threads + thread, x[e]);
 #endif
         });
     }
@@ -170,20 +175,18 @@ class DqTile {
         });
     }
 
-    // The sums become dQ, by way of a tile in shared memory.
+    // The sums become dQ, by way of a tile in shared memory. By the block's first threads.
     __device__ __forceinline__ static void store(const BackwardProblem& problem, const RowTile& tile,
-                                                 Accumulators& dq, uint32_t shared_tile) {
+                                                 Accumulators& dq, float scale, uint32_t shared_tile) {
         using Tile = SmemTile<kRows, kColumns, element_bytes(dtype)>;
         const ForwardProblem& forward = problem.forward;
-        float scale = features_of(forward) == Features::none ? float(forward.softmax_scale) : 1.f;
-        if (tile.unowned) scale = 0;
-        dq *= scale;
+        dq *= tile.unowned ? 0 : scale;
         const HeadRows<Bits<dtype>> out(problem.dq, tile.unowned ? 0 : tile.batch,
                                         tile.sequence.first_query_row, tile.head, forward.head_dim);
         store_fragment<dtype, Tile>(shared_tile, dq, row(), column());
-        __syncthreads();
+        barrier_of<threads>(0);
         store_tile<threads, Tile>(out, shared_tile, tile.first, tile.rows);
-        __syncthreads();
+        barrier_of<threads>(0);
     }
 
   private:
@@ -197,7 +200,7 @@ class DqTile {
     }
 };
 
-// By the whole block: the next tile's sums are on their way while one is stored.
+// By the block's first threads: the next tile's sums are on their way while one is stored.
 template <class Tile>
 __device__ __forceinline__ void finish_unit(const BackwardProblem& problem, const DqSums& sums, uint32_t unit,
                                             uint32_t shared_tile) {
@@ -210,9 +213,9 @@ __device__ __forceinline__ void finish_unit(const BackwardProblem& problem, cons
         if (tile + 1 < tiles) Tile::load(next, sums.of_tile(unit, tile + 1));
         Tile::clear(sums.of_tile(unit, tile));
         const RowTile rows = sums.rows_of(problem.forward, unit, tile);
-        if (!rows.rows.empty()) Tile::store(problem, rows, dq, shared_tile);
+        if (!rows.rows.empty()) Tile::store(problem, rows, dq, sums.scale(), shared_tile);
     }
-    __syncthreads();
+    barrier_of<Tile::threads>(0);
     if (threadIdx.x == 0) sums.free_place(unit);
 }
 
@@ -223,4 +226,4 @@ __device__ __noinline__ void finish_unit_apart(const BackwardProblem& problem, c
     finish_unit<Tile>(problem, sums, unit, shared_tile);
 }
 
-}  // namespace flash::cuda::sm80
+}  // namespace flash::cuda

@@ -1,0 +1,153 @@
+// One row of the kernel table and one element type.
+#include "backward.cuh"
+
+#include <algorithm>
+
+#include "../any/rows.h"
+#include "backward_producer.cuh"
+#include "switch.h"
+
+namespace flash::cuda {
+namespace sm90 {
+namespace {
+
+constexpr DType kDType = DType::FLASH_DTYPE;
+constexpr BackwardConfiguration kConfiguration FLASH_CONFIGURATION;
+using Shared = BackwardShared<kConfiguration>;
+
+// Of the 512 that a multiprocessor has for each of its 128 lanes. With fewer than 240 the products would wait
+// for each other; so the warp that copies keeps a few numbers in memory.
+constexpr int kConsumerRegisters = 240, kProducerRegisters = 24;
+
+__global__ void __launch_bounds__(kConfiguration.threads, 1)
+    attention_backward(const __grid_constant__ BackwardProblem problem,
+                       const __grid_constant__ BackwardMaps maps,
+                       const __grid_constant__ RowStatistics lse_log2,
+                       const __grid_constant__ RowTiling tiling, const __grid_constant__ DqSums dq_sums,
+                       const __grid_constant__ float score_unit) {
+    extern __shared__ __align__(1024) char memory[];
+    Shared& shared = *reinterpret_cast<Shared*>(memory);
+    if (threadIdx.x == 0) {
+        shared.start();
+        fence_async_proxy();
+    }
+    if (threadIdx.x == kConfiguration.consumers)
+        shared.plan.make(problem.forward, tiling, blockIdx.x, kConfiguration.query_tile,
+                         kConfiguration.key_tile);
+    __syncthreads();
+    if (threadIdx.x >= kConfiguration.consumers) {
+        shrink_registers<kProducerRegisters>();
+        if (threadIdx.x / 32 == kConfiguration.consumers / 32)
+            BackwardProducer<kDType, kConfiguration>(problem, maps, lse_log2, dq_sums, shared).run();
+    } else {
+        grow_registers<kConsumerRegisters>();
+        BackwardConsumer<kDType, kConfiguration>(problem, dq_sums, shared, score_unit).run();
+    }
+}
+
+__global__ void __launch_bounds__(kConfiguration.consumers)
+    finish_dq(const __grid_constant__ BackwardProblem problem, const __grid_constant__ DqSums dq_sums) {
+    using Tile = Dq<kDType, kConfiguration>;
+    extern __shared__ __align__(1024) char memory[];
+    const uint32_t unit = dq_sums.unit_tiles().quotient(blockIdx.x);
+    const uint32_t tile = dq_sums.unit_tiles().remainder(blockIdx.x);
+    const RowTile rows = dq_sums.rows_of(problem.forward, unit, tile);
+    if (rows.rows.empty()) return;
+    Tile::Accumulators dq;
+    Tile::load(dq, dq_sums.of_tile(unit, tile));
+    Tile::store(problem, rows, dq, dq_sums.scale(), shared_address(memory));
+}
+
+Rows queries_of(const ForwardProblem& problem, const TensorView& view, int64_t head_dim) {
+    const bool packed = problem.cu_seqlens_q;
+    return {view, packed ? 1 : problem.batch, problem.rows_q, problem.heads_q, head_dim};
+}
+
+Rows keys_of(const ForwardProblem& problem, const TensorView& view, int64_t head_dim) {
+    const bool packed = problem.cu_seqlens_k;
+    return {view, packed ? 1 : problem.batch, problem.rows_k, problem.heads_k, head_dim};
+}
+
+const char* why_not(const BackwardProblem& whole, const Device&) {
+    const ForwardProblem& problem = whole.forward;
+    if (const char* off = switched_off()) return off;
+    if (problem.deterministic) return "it adds dQ up in no fixed order";
+    if (problem.dropout_threshold || problem.bias.data || problem.visible.data)
+        return "it has no dropout, biases and masks of elements";
+    if (problem.softcap != 0 || problem.alibi_slopes || !(problem.softmax_scale > 0))
+        return "it has no softcap, no ALiBi, and no negative scale";
+    if (problem.key_blocks.counts) return "it has no maps of blocks";
+    if (!fits_tensor_map(queries_of(problem, problem.q, problem.head_dim), 2) ||
+        !fits_tensor_map(queries_of(problem, whole.dout, problem.head_dim_v), 2) ||
+        !fits_tensor_map(keys_of(problem, problem.k, problem.head_dim), 2) ||
+        !fits_tensor_map(keys_of(problem, problem.v, problem.head_dim_v), 2))
+        return "rows, or what lies between them, are no multiples of 16 bytes";
+    return nullptr;
+}
+
+RowTiling key_tiling(const ForwardProblem& problem, const Device& device) {
+    return RowTiling::of_keys(problem, kConfiguration.key_tile, device.l2_bytes / 3);
+}
+
+DqSums dq_sums_of(const ForwardProblem& problem, const RowTiling& keys, const Device& device) {
+    return DqSums(keys, RowTiling::of_queries(problem, kConfiguration.query_tile, 0),
+                  problem.heads_q / std::max<int64_t>(problem.heads_k, 1), device.multiprocessors,
+                  kConfiguration.query_tile * kConfiguration.head_dim, keys.section() == 1,
+                  float(problem.softmax_scale));
+}
+
+int64_t lse_bytes(const ForwardProblem& problem) {
+    const int64_t batches = problem.cu_seqlens_q ? 1 : problem.batch;
+    return (batches * problem.heads_q * problem.rows_q * int64_t(sizeof(float)) + 255) / 256 * 256;
+}
+
+// lse in log 2, then the sums of dQ.
+int64_t workspace_bytes(const BackwardProblem& problem, const Device& device) {
+    return lse_bytes(problem.forward) +
+           dq_sums_of(problem.forward, key_tiling(problem.forward, device), device).bytes();
+}
+
+void launch(const BackwardProblem& problem, const Launch& launch) {
+    const ForwardProblem& forward = problem.forward;
+    RowStatistics lse_log2 = problem.delta;
+    lse_log2.data = launch.workspace;
+    compute_delta(problem, lse_log2, launch);
+    const RowTiling keys = key_tiling(forward, launch.device);
+    DqSums dq_sums = dq_sums_of(forward, keys, launch.device);
+    void* const sums = static_cast<char*>(launch.workspace) + lse_bytes(forward);
+    check(cudaMemsetAsync(sums, 0, dq_sums.bytes(), static_cast<cudaStream_t>(launch.stream)),
+          FLASH_KERNEL_NAME);
+    dq_sums.lie_at(sums);
+    constexpr int query_tile = kConfiguration.query_tile, key_tile = kConfiguration.key_tile;
+    const BackwardMaps maps{
+        tensor_map(queries_of(forward, forward.q, forward.head_dim), kDType, query_tile),
+        tensor_map(queries_of(forward, problem.dout, forward.head_dim_v), kDType, query_tile),
+        tensor_map(keys_of(forward, forward.k, forward.head_dim), kDType, key_tile),
+        tensor_map(keys_of(forward, forward.v, forward.head_dim_v), kDType, key_tile)};
+    launch_kernel(FLASH_KERNEL_NAME, attention_backward, keys.count(), kConfiguration.threads, sizeof(Shared),
+                  launch, problem, maps, lse_log2, keys, dq_sums,
+                  float(forward.softmax_scale * GpuMath::unit));
+    launch_kernel(FLASH_KERNEL_NAME, finish_dq, dq_sums.unfinished_tiles(), kConfiguration.consumers,
+                  query_tile * kConfiguration.head_dim * 2, launch, problem, dq_sums);
+}
+
+}  // namespace
+}  // namespace sm90
+
+extern constinit const BackwardKernel FLASH_KERNEL_SYMBOL{
+    "sm90",
+    FLASH_KERNEL_NAME,
+    DType::FLASH_DTYPE,
+    sm90::kConfiguration.head_dim,
+    sm90::kConfiguration.query_tile,
+    sm90::kConfiguration.key_tile,
+    FLASH_FROM_KEYS,
+    1,
+    sizeof(sm90::Shared),
+    sm90::workspace_bytes,
+    sm90::launch,
+    90,
+    sm90::why_not,
+};
+
+}  // namespace flash::cuda

@@ -1,0 +1,89 @@
+// What the warps of a block of the backward share: the block's tile of keys, the ring of tiles of queries,
+// and what the producer says of each of those.
+#pragma once
+
+#include "../any/dq_sums.cuh"
+#include "../any/row_tile.cuh"
+#include "../any/tile_walk.cuh"
+#include "../ptx/mbarrier.h"
+#include "ring.h"
+
+namespace flash::cuda::sm90 {
+
+struct BackwardConfiguration {
+    int head_dim, query_tile, key_tile, stages;
+
+    static constexpr int warpgroups = 2;  // that compute, 64 keys each
+    static constexpr int consumers = 128 * warpgroups, threads = consumers + 128;
+};
+
+// A tile of queries, beside its stage.
+struct QueryNote {
+    float* dq;  // its sums
+    Position first;
+    Interval seen;     // what of it exists and sees some key
+    bool masked, bad;  // bad: some rows of Q and dO were not finite, and are zeros now
+    bool last;
+};
+
+struct BackwardPlan {
+    TileOrder::Place place;
+    RowTile tile;
+    Mask mask;
+    bool partial;  // some of the tile's keys don't exist
+    bool has_queries;
+    SchedulePlace start, walk;
+
+    __device__ void make(const ForwardProblem& problem, const RowTiling& tiling, uint32_t index,
+                         int query_tile, int key_tile) {
+        place = tiling.place(index);
+        tile = tiling(place, problem, false);
+        mask = Mask(problem, tile.sequence);
+        partial = tile.rows.begin > tile.first || tile.rows.end < tile.first + key_tile;
+        has_queries = false;
+        if (tile.unowned || tile.rows.empty()) return;
+        start.schedule =
+            TileSchedule(mask.queries_of(tile.rows.begin), mask.queries_of(tile.rows.end - 1), query_tile);
+        start.next();
+        has_queries = start.run.begin < start.run.end;
+    }
+};
+
+template <BackwardConfiguration c>
+struct BackwardShared {
+    static constexpr int key_bytes = c.key_tile * c.head_dim * 2, query_bytes = c.query_tile * c.head_dim * 2;
+
+    alignas(1024) char k[key_bytes];  // at the end dK
+    alignas(1024) char v[key_bytes];  // at the end dV
+    alignas(1024) char q[c.stages][query_bytes];
+    alignas(1024) char dout[c.stages][query_bytes];
+    alignas(1024) char ds[2][c.key_tile * c.query_tile * 2];  // dS^T
+    alignas(16) float lse[c.stages][c.query_tile];            // in log 2
+    alignas(16) float delta[c.stages][c.query_tile];
+    uint64_t k_full, v_full;
+    uint64_t q_full[c.stages], q_empty[c.stages];  // Q, the note, lse and delta
+    uint64_t dout_full[c.stages], dout_empty[c.stages];
+    uint64_t landed;  // copies of tiles that have to be looked at before they are handed on
+    QueryNote notes[c.stages];
+    uint32_t bad_queries[c.stages][(c.query_tile + 31) / 32];
+    uint32_t bad_keys[(c.key_tile + 31) / 32];
+    bool has_bad_keys, finishes_dq;
+    BackwardPlan plan;
+
+    // By one thread.
+    __device__ void start() {
+        mbarrier_init(shared_address(&k_full), 1);
+        mbarrier_init(shared_address(&v_full), 1);
+        mbarrier_init(shared_address(&landed), 1);
+        for (int i = 0; i < c.stages; ++i) {
+            mbarrier_init(shared_address(&q_full[i]), 1 + 32);
+            mbarrier_init(shared_address(&dout_full[i]), 1);
+            mbarrier_init(shared_address(&q_empty[i]), c.warpgroups * 4 * kWarpArrivals);
+            mbarrier_init(shared_address(&dout_empty[i]), c.warpgroups * 4 * kWarpArrivals);
+        }
+        for (uint32_t& keys : bad_keys) keys = 0;
+        has_bad_keys = false;
+    }
+};
+
+}  // namespace flash::cuda::sm90
