@@ -10,8 +10,11 @@ import flash_attn
 import reference
 from acceptance import Expected
 from attention_case import Case, check_empty_rows
+from gpu import deterministic_as_asked  # noqa: F401
 
 HALF, SINGLE = torch.bfloat16, torch.float32
+
+pytestmark = pytest.mark.usefixtures("deterministic_as_asked")
 FEATURES = {
     "plain": {},
     "causal": {"causal": True, "num_heads_k": 1},

@@ -31,6 +31,7 @@ class BackwardProducer {
         uint32_t n = 0;
 #pragma unroll 1
         for (int i = 0; i < plan.tile.group; ++i) {
+            __syncwarp();  // all lanes have seen that the last head's walk ended
             TileWalk<c.query_tile> walk(plan.walk, plan.start);
 #pragma unroll 1
             for (; walk.more(); ++n) {
