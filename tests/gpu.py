@@ -22,6 +22,12 @@ def deterministic_as_asked(monkeypatch):
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: False)
 
 
+@pytest.fixture
+def portable(monkeypatch):
+    """Without Hopper's kernels, which take some layouts only: another engine's bits are others."""
+    monkeypatch.setenv("FLASH_ATTN_SM90", "0")
+
+
 def attend(case, q, k, v, mask=None, **options):
     """case.call, or the block-sparse function with the case's features."""
     if mask is None:

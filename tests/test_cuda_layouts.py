@@ -7,9 +7,10 @@ import torch
 
 import flash_attn
 from attention_case import Case
-from gpu import DEVICE, HALVES, assert_bitwise, deterministic_as_asked, needs_gpu, run  # noqa: F401
+from gpu import (DEVICE, HALVES, assert_bitwise, check, deterministic_as_asked, needs_gpu,  # noqa: F401
+                 portable, run)
 
-pytestmark = [needs_gpu, pytest.mark.usefixtures("deterministic_as_asked")]
+pytestmark = [needs_gpu, pytest.mark.usefixtures("deterministic_as_asked", "portable")]
 
 
 def shifted(x, elements):
@@ -66,6 +67,15 @@ def test_any_layout(dims, name):
         mixed = [*inputs]
         mixed[position] = views[position]
         assert_bitwise(run(case, mixed, dlse, deterministic=True), expected)
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (40, 72), (128, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_any_layout_with_all_engines(dims, name, monkeypatch):
+    """Right, if not in the same bits, where a layout decides which engine takes it."""
+    monkeypatch.delenv("FLASH_ATTN_SM90")
+    case = Case(torch.bfloat16, 2, 150, 200, 4, 2, *dims, causal=True, device=DEVICE)
+    check(case, [LAYOUTS[name](x) for x in case.draw()], case.draw_dlse())
 
 
 @pytest.mark.parametrize("name", ["one element off", "odd heads", "heads first", "every other row"])

@@ -79,7 +79,7 @@ def test_company_in_the_batch(dtype, features, seqlen_q, seqlen_k, device):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_company_of_heads(dtype, device):
+def test_company_of_heads(dtype, device, monkeypatch):
     """A head of many computes what it computes alone, also where heads share keys."""
     case = Case(dtype, 1, 77, 140, 4, 4, 32, causal=True, device=device)
     inputs = case.draw()
@@ -88,6 +88,7 @@ def test_company_of_heads(dtype, device):
         alone = replace(case, num_heads=1, num_heads_k=1).run([x[:, :, h : h + 1] for x in inputs])
         for name in ("out", "dq", "dk", "dv"):
             assert torch.equal(getattr(alone, name), getattr(together, name)[:, :, h : h + 1]), name
+    monkeypatch.setenv("FLASH_ATTN_SM90", "0")  # Hopper's kernels take no strides of 0
     grouped = case.call(inputs[0], inputs[1][:, :, :1], inputs[2][:, :, :1])
     shared = case.call(inputs[0], *(x[:, :, :1].expand(-1, -1, 4, -1) for x in inputs[1:3]))
     assert torch.equal(grouped, shared)

@@ -75,6 +75,8 @@ class ForwardConsumer {
     static constexpr int kTurnThreads = 256;  // those whose turn it is, and those who were before
     // Scores whose rounding errors matter as exponents.
     static constexpr float kHuge = 1 << 22;
+    // A sum of probabilities from which on their reference may be why the row is not finite.
+    static constexpr float kLarge = dtype == DType::float16 ? 1 << 15 : 1 << 24;
 
     __device__ __forceinline__ static int warp_row() { return int(threadIdx.x) / 32 * 16; }
     __device__ __forceinline__ Position query(const ForwardPlan& plan, int r) const {
@@ -253,42 +255,49 @@ class ForwardConsumer {
         leave_plan(n++);
     }
 
-    // Scores become probabilities relative to the maximum of the row's first tile or, carefully, to that of
-    // all so far: then what was summed up before is to be rescaled.
+    // Scores become probabilities relative to the maximum of the row's first tile.
     __device__ __forceinline__ void exponentiate(Scores& s, float (&rescale)[Scores::rows],
                                                  const ForwardPlan& plan, uint32_t tile, uint32_t flags) {
-        float unit = score_unit_;
         if (flags & KeyNote::masked) mask(s, plan, shared_.note(tile));
-        if (flags & KeyNote::careful) {
-            // Rounded as the maximum is, so that the largest probability is 1.
+        if (flags & KeyNote::careful) return exponentiate_carefully(s, rescale, plan);
+        if (!settled_) settle(s);
 #pragma unroll
-            for (int r = 0; r < Scores::rows; ++r) {
+        for (int r = 0; r < Scores::rows; ++r) exponentiate_row(s, r, score_unit_);
+    }
+
+    // Or, in rows that need it, to the maximum of all tiles so far: then what was summed up before is to be
+    // rescaled.
+    __device__ __forceinline__ void exponentiate_carefully(Scores& s, float (&rescale)[Scores::rows],
+                                                           const ForwardPlan& plan) {
+#pragma unroll
+        for (int r = 0; r < Scores::rows; ++r) {
+            const float largest = __fmul_rn(row_maximum(s, r), score_unit_);
+            float unit = score_unit_;
+            rescale[r] = 1;
+            if (plan.follows(warp_row() + Scores::row(r))) {
+                rescale[r] = softmax_.rows[r].update(largest);
+                // Rounded as the maximum is, so that the largest probability is 1.
 #pragma unroll
                 for (int column = 0; column < Scores::columns; ++column)
                     s.at(r, column) = __fmul_rn(s.at(r, column), unit);
-                rescale[r] = softmax_.rows[r].update(row_maximum(s, r));
+                unit = 1;
+            } else {
+                settle_row(r, largest);
             }
-            unit = 1;
-        } else if (!settled_) {
-            settle(s);
+            exponentiate_row(s, r, unit);
         }
+    }
+
+    __device__ __forceinline__ void exponentiate_row(Scores& s, int r, float unit) {
+        const float reference = softmax_.rows[r].reference();
+        float sum = softmax_.rows[r].row_sum;
 #pragma unroll
-        for (int r = 0; r < Scores::rows; ++r) {
-            const float reference = softmax_.rows[r].reference();
-            float sum = softmax_.rows[r].row_sum;
-#pragma unroll
-            for (int column = 0; column < Scores::columns; ++column) {
-                float& p = s.at(r, column);
-                p = GpuMath::exponential(p * unit - reference);
-                sum += p;
-            }
-            softmax_.rows[r].row_sum = sum;
+        for (int column = 0; column < Scores::columns; ++column) {
+            float& p = s.at(r, column);
+            p = GpuMath::exponential(fmaf(p, unit, -reference));
+            sum += p;
         }
-#ifdef FLASH_ENFORCE
-        if (FLASH_ENFORCE &&
-            __any_sync(0xffffffff, softmax_.rows[0].row_sum + softmax_.rows[1].row_sum == -1.f))
-            settled_ = false;
-#endif
+        softmax_.rows[r].row_sum = sum;
     }
 
     // Rows without a maximum take this tile's.
@@ -296,12 +305,14 @@ class ForwardConsumer {
         bool settled = true;
 #pragma unroll
         for (int r = 0; r < Scores::rows; ++r) {
-            const float largest = row_maximum(s, r) * score_unit_;
-            if (!softmax_.rows[r].settled() && largest > softmax_.rows[r].row_max)
-                softmax_.rows[r].row_max = largest;
+            settle_row(r, __fmul_rn(row_maximum(s, r), score_unit_));
             settled &= softmax_.rows[r].settled();
         }
         settled_ = !__any_sync(0xffffffff, !settled);
+    }
+    __device__ __forceinline__ void settle_row(int r, float largest) {
+        OnlineSoftmax<GpuMath>& row = softmax_.rows[r];
+        if (!row.settled() && largest > row.row_max) row.row_max = largest;
     }
 
     __device__ __forceinline__ static float row_maximum(const Scores& s, int r) {
@@ -372,10 +383,13 @@ class ForwardConsumer {
 #pragma unroll
         for (int r = 0; r < Scores::rows; ++r) {
             const OnlineSoftmax<GpuMath>& row = softmax.rows[r];
-            const bool right = zero[r] == 0 && row.row_sum < INFINITY && fabsf(row.reference()) < kHuge;
-            wrong |= !right && plan.tile.rows.contains(query(plan, r));
+            const bool huge = !(fabsf(row.reference()) < kHuge);
+            const bool right = zero[r] == 0 && row.row_sum < INFINITY && !huge;
+            if (plan.careful || right || !plan.tile.rows.contains(query(plan, r))) continue;
+            wrong = true;
+            if (huge || !(row.row_sum < kLarge)) plan.follow(warp_row() + Scores::row(r));
         }
-        if (!plan.careful && __any_sync(0xffffffff, wrong) && lane_index() == 0) plan.redo = true;
+        if (__any_sync(0xffffffff, wrong) && lane_index() == 0) plan.redo = true;
         store(plan, softmax);
     }
 

@@ -41,7 +41,9 @@ struct ForwardPlan {
     Work work;
     bool careful;  // given again: maxima are followed, and values that are not finite kept from other rows
     bool has_keys;
-    bool redo;          // the consumers' answer
+    bool redo;  // the consumers' answer
+    // Bits of rows that follow their maximum when the tile is given again. The others keep their bits then.
+    uint32_t following[6];
     uint32_t multiply;  // a bit for each warpgroup that has something to multiply
     RowTile tile;
     Mask mask;
@@ -59,6 +61,8 @@ struct ForwardPlan {
         start.next();
         has_keys = start.run.begin < start.run.end;
         multiply = 0;
+        for (uint32_t& rows : following)
+            if (!careful) rows = 0;
         for (int i = 0; i < c.warpgroups; ++i) {
             const Interval rows = intersection({tile.first + i * 64, tile.first + (i + 1) * 64}, tile.rows);
             sights[i] = {{0, 0}, {0, INT32_MAX}};
@@ -69,6 +73,10 @@ struct ForwardPlan {
             multiply |= uint32_t(has_keys && (careful || !sights[i].some.empty())) << i;
         }
     }
+
+    // row: of the tile.
+    __device__ __forceinline__ bool follows(int row) const { return following[row / 32] >> row % 32 & 1; }
+    __device__ __forceinline__ void follow(int row) { atomicOr(&following[row / 32], 1u << row % 32); }
 
     __device__ __forceinline__ Interval visible(Position query) const {
         return tile.unowned ? Interval(0, 0) : mask.keys_of(query);

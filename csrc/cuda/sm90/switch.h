@@ -7,7 +7,7 @@
 namespace flash::cuda::sm90 {
 
 inline const char* switched_off() {
-    static const char* const value = std::getenv("FLASH_ATTN_SM90");
+    const char* const value = std::getenv("FLASH_ATTN_SM90");
     return value && std::string_view(value) == "0" ? "FLASH_ATTN_SM90=0 switches it off" : nullptr;
 }
 
