@@ -38,8 +38,7 @@ __device__ __forceinline__ void store_rows(const HeadRows<Bits<dtype>>& to,
     for (int r = 0; r < Tile::rows; ++r) {
         const Position row = first + Tile::row(r);
         if (!rows.contains(row)) continue;
-        Bits<dtype>* columns = to.row(row) + mine;
-        asm volatile("" : "+l"(columns));  // else it would be computed for each store
+        Bits<dtype>* const columns = opaque(to.row(row) + mine);
         const int exist = to.head_dim - mine;
 #pragma unroll
         for (int column = 0; column < kColumns; column += 16)

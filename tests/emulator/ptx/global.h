@@ -2,6 +2,11 @@
 
 namespace flash::cuda {
 
+template <class T>
+T* opaque(T* pointer) {
+    return pointer;
+}
+
 inline void store_global(void* to, uint2 x) {
     *static_cast<uint2*>(to) = x;
 }
