@@ -4,6 +4,7 @@ import importlib.util
 import json
 import math
 import re
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 import attention  # noqa: E402  (found on the path set just above, as the modules below)
+import kernel_variants  # noqa: E402
 import masks  # noqa: E402
 import memory  # noqa: E402
 import multihead_attention  # noqa: E402
@@ -225,3 +227,16 @@ def test_training_compares(example, tmp_path, capsys):
         assert (row["padding"] > 0) == (example == "bert") and row["tokens_per_step"] <= 4 * 32
     assert re.search(r"^flash +[\d,]+ +\d+\.\d\d +- +\d\.\d{4}", capsys.readouterr().out, re.M)
     assert (tmp_path / "training.png").stat().st_size > 10_000
+
+
+@pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
+def test_kernel_variants(capfd, monkeypatch):
+    """Compiles a row and a variant of it, and runs them where a GPU is."""
+    arguments = ["kernel_variants.py", "sm90_forward_bfloat16_d64", "--variant", "two stages: stages=2",
+                 "--seqlens", "256", "--tokens", "1024", "--rounds", "1"]
+    hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+    monkeypatch.setattr(sys, "argv", arguments + ([] if hopper else ["--only-compile"]))
+    kernel_variants.main()
+    said = capfd.readouterr().out
+    assert len(re.findall(r": \d+ registers, spills \d+/\d+ bytes\n", said)) == 2, said
+    assert hopper == ("TFLOP/s" in said) and "checksum" not in said

@@ -1,0 +1,145 @@
+// One kernel of the table without torch: kernel_variants.py compiles it with a row's macros and runs it.
+//
+//     kernel_timer tokens width seqlen:causal ...
+//
+// prints a line for each cell: seqlen, causal, seconds (median), and a checksum of what was written.
+#include FLASH_SOURCE
+
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <vector>
+
+#ifdef FLASH_BACKWARD
+namespace flash::cuda {
+void FLASH_QUERY_GRADIENT(const BackwardProblem&, const Launch&) {}
+void FLASH_BIAS_GRADIENT(const BackwardProblem&, const Launch&) {}
+}  // namespace flash::cuda
+#endif
+
+using namespace flash;
+using namespace flash::cuda;
+
+namespace {
+
+constexpr int64_t kHeadDim = FLASH_KERNEL_SYMBOL.head_dim;
+constexpr int kSamples = 5;
+
+// Nearly normal.
+__global__ void draw(uint16_t* to, int64_t count, uint32_t seed) {
+    for (int64_t i = blockIdx.x * int64_t(blockDim.x) + threadIdx.x; i < count;
+         i += int64_t(gridDim.x) * blockDim.x) {
+        uint32_t x = uint32_t(i) * 2654435761u + seed;
+        float sum = 0;
+        for (int j = 0; j < 4; ++j) {
+            x ^= x << 13, x ^= x >> 17, x ^= x << 5;
+            sum += float(x >> 8) * 0x1p-24f;
+        }
+        to[i] = uint16_t(pack<DType::FLASH_DTYPE>((sum - 2) * 1.732f, 0));
+    }
+}
+
+__global__ void add_up(const uint16_t* of, int64_t count, double* sum) {
+    double mine = 0;
+    for (int64_t i = blockIdx.x * int64_t(blockDim.x) + threadIdx.x; i < count;
+         i += int64_t(gridDim.x) * blockDim.x)
+        mine += fabs(double(unpack<DType::FLASH_DTYPE>(of[i]).x));
+    atomicAdd(sum, mine);
+}
+
+class Memory {
+  public:
+    ~Memory() {
+        for (void* block : blocks_) cudaFree(block);
+    }
+    void* take(int64_t bytes) {
+        void* block = nullptr;
+        check(cudaMalloc(&block, bytes), "cudaMalloc");
+        blocks_.push_back(block);
+        return block;
+    }
+
+  private:
+    std::vector<void*> blocks_;
+};
+
+Device this_device() {
+    cudaDeviceProp properties;
+    check(cudaGetDeviceProperties(&properties, 0), "cudaGetDeviceProperties");
+    return {0, properties.major * 10 + properties.minor, properties.multiProcessorCount,
+            int64_t(properties.sharedMemPerBlockOptin), properties.l2CacheSize};
+}
+
+void time_cell(int64_t tokens, int64_t width, int64_t seqlen, bool causal) {
+    Memory memory;
+    const int64_t batch = tokens / seqlen, heads = width / kHeadDim, elements = tokens * width;
+    const auto tensor = [&](uint32_t seed) {
+        uint16_t* data = static_cast<uint16_t*>(memory.take(elements * 2));
+        draw<<<1024, 256>>>(data, elements, seed);
+        return TensorView{data, seqlen * width, width, kHeadDim};
+    };
+    const auto statistics = [&] {
+        const std::vector<float> values(batch * heads * seqlen, std::log(float(seqlen)) + 0.5f);
+        void* data = memory.take(values.size() * sizeof(float));
+        check(cudaMemcpy(data, values.data(), values.size() * sizeof(float), cudaMemcpyHostToDevice), "lse");
+        return RowStatistics{data, heads * seqlen, seqlen};
+    };
+    BackwardProblem problem{};
+    ForwardProblem& forward = problem.forward;
+    forward.dtype = DType::FLASH_DTYPE;
+    forward.batch = batch, forward.heads_q = forward.heads_k = heads;
+    forward.head_dim = forward.head_dim_v = kHeadDim;
+    forward.seqlen_q = forward.seqlen_k = forward.rows_q = forward.rows_k = seqlen;
+    forward.q = tensor(1), forward.k = tensor(2), forward.v = tensor(3), forward.out = tensor(4);
+    forward.lse = statistics();
+    forward.softmax_scale = 1 / std::sqrt(double(kHeadDim));
+    if (causal) forward.window_right = 0;
+    Launch launch{this_device(), nullptr, nullptr};
+#ifdef FLASH_BACKWARD
+    problem.dout = tensor(5), problem.dq = tensor(6), problem.dk = tensor(7), problem.dv = tensor(8);
+    problem.delta = statistics();
+    const TensorView results[] = {problem.dq, problem.dk, problem.dv};
+    launch.workspace = memory.take(FLASH_KERNEL_SYMBOL.workspace_bytes(problem, launch.device) + 1);
+    const auto run = [&] { FLASH_KERNEL_SYMBOL.launch(problem, launch); };
+    const double flops = 10.0 * elements * seqlen * (causal ? 0.5 : 1);
+#else
+    const TensorView results[] = {forward.out};
+    launch.workspace = memory.take(FLASH_KERNEL_SYMBOL.workspace_bytes(forward, 1) + 1);
+    const auto run = [&] { FLASH_KERNEL_SYMBOL.launch(forward, 1, launch); };
+    const double flops = 4.0 * elements * seqlen * (causal ? 0.5 : 1);
+#endif
+    cudaEvent_t begin, end;
+    cudaEventCreate(&begin), cudaEventCreate(&end);
+    const int calls = std::min(20, std::max(1, int(2e12 / flops)));
+    std::vector<float> milliseconds;
+    for (int i = 0; i <= kSamples; ++i) {  // the first one warms up
+        cudaEventRecord(begin);
+        for (int j = 0; j < calls; ++j) run();
+        cudaEventRecord(end);
+        check(cudaEventSynchronize(end), FLASH_KERNEL_NAME);
+        float sample;
+        cudaEventElapsedTime(&sample, begin, end);
+        if (i) milliseconds.push_back(sample / calls);
+    }
+    std::sort(milliseconds.begin(), milliseconds.end());
+    double* sum = static_cast<double*>(memory.take(sizeof(double)));
+    cudaMemset(sum, 0, sizeof(double));
+    for (const TensorView& view : results)
+        add_up<<<1024, 256>>>(static_cast<const uint16_t*>(view.data), elements, sum);
+    double checksum;
+    check(cudaMemcpy(&checksum, sum, sizeof checksum, cudaMemcpyDeviceToHost), "checksum");
+    std::printf("%lld %d %.9g %.6g %.9g\n", static_cast<long long>(seqlen), causal,
+                milliseconds[kSamples / 2] / 1e3, flops, checksum / (elements * std::size(results)));
+    std::fflush(stdout);
+}
+
+}  // namespace
+
+int main(int count, char** arguments) {
+    const int64_t tokens = std::atoll(arguments[1]), width = std::atoll(arguments[2]);
+    for (int i = 3; i < count; ++i) {
+        char* causal;
+        const int64_t seqlen = std::strtoll(arguments[i], &causal, 10);
+        time_cell(tokens, width, seqlen, causal[1] == '1');
+    }
+}
