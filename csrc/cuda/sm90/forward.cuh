@@ -1,18 +1,21 @@
 // FlashAttention forward (docs/algorithm.md) with wgmma. A block stays on its multiprocessor and computes one
-// tile of queries after the other. One warp copies (forward_producer.cuh); each warpgroup of the others owns
-// 64 queries of the tile:
+// tile of queries after the other. Three warps plan and copy (forward_producer.cuh); each warpgroup of the
+// others owns 64 queries of the tile:
 //
 //     S = Q K^T   from shared memory, into registers
 //     P           registers: what one product leaves is the next one's operand
 //     O += P V    registers, until the end
 //
-// The scores of a tile of keys and the output of the tile before are computed at the same time, and
-// warpgroups take turns at starting them, so that one takes exponentials while another one's products run.
+// The scores of a tile of keys and the output of the tile before are computed at the same time, also where
+// those belong to different tiles of queries, and warpgroups take turns at starting them, so that one takes
+// exponentials while another one's products run. Tiles of keys that none of its 64 queries sees a warpgroup
+// leaves out.
 //
 // A row's exponentials are taken relative to the maximum of its first tile of keys: bfloat16 and float have
 // room for scores 2^100 times as large, float16 for 2^15. The sums and the output say whether that was
 // enough. If not, or if a value is not finite, which a probability of 0 would spread, the tile of queries is
-// done again, carefully. That is rare, and saves maxima, rescaling, and all votes.
+// done again, carefully: rows whose sums were the reason follow their maxima, the others do the same again.
+// That is rare, and saves maxima, rescaling, and all votes.
 #pragma once
 
 #include "../../attention/online_softmax.h"

@@ -12,9 +12,7 @@ namespace flash::cuda::sm90 {
 
 struct ForwardConfiguration {
     int head_dim, key_tile, warpgroups, stages, query_buffers;  // warpgroups: that compute, 64 queries each
-    // Warpgroups start their products one after the other. If not, each goes its own way, and leaves out
-    // tiles of keys that none of its own queries sees.
-    bool turns;
+    bool turns;  // warpgroups start their products one after the other
 
     constexpr int queries() const { return 64 * warpgroups; }
     constexpr int consumers() const { return 128 * warpgroups; }
@@ -39,10 +37,10 @@ constexpr int kPlans = 3;
 
 struct ForwardPlan {
     Work work;
-    bool careful;  // given again: maxima are followed, and values that are not finite kept from other rows
+    bool careful;  // given again: values that are not finite are kept from rows that don't see them
     bool has_keys;
     bool redo;  // the consumers' answer
-    // Bits of rows that follow their maximum when the tile is given again. The others keep their bits then.
+    // Rows that follow their maximum then. The others compute the same bits again.
     uint32_t following[6];
     uint32_t multiply;  // a bit for each warpgroup that has something to multiply
     RowTile tile;
@@ -113,8 +111,7 @@ struct ForwardShared {
     alignas(1024) char v[c.stages][key_bytes];
     uint64_t q_full[c.query_buffers][c.warpgroups], q_empty[c.query_buffers][c.warpgroups];
     uint64_t k_full[c.stages], k_empty[c.stages], v_full[c.stages], v_empty[c.stages];
-    KeyNote
-        notes[2 * c.stages];  // read until the values are multiplied, which is later than the keys are left
+    KeyNote notes[2 * c.stages];  // read until the values are multiplied, when the keys are long gone
     ForwardPlan plans[kPlans];
     uint64_t planned[kPlans], done[kPlans];
     uint32_t bad_keys[(c.key_tile + 31) / 32];
