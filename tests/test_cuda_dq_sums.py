@@ -1,4 +1,4 @@
-"""Short sequences by the hundred: places for sums of dQ are used again (csrc/cuda/sm80/dq_sums.cuh). Every
+"""Short sequences by the hundred: places for sums of dQ are used again (csrc/cuda/any/dq_sums.cuh). Every
 case has more heads, of all batch entries, than there are places on an H100."""
 
 import pytest

@@ -23,6 +23,12 @@ CHIPS = {
 pytestmark = pytest.mark.skipif(not KERNELS, reason="this build has no CUDA kernels")
 
 
+@pytest.fixture
+def portable(monkeypatch):
+    """The choice among the rows of the engine that every chip has."""
+    monkeypatch.setenv("FLASH_ATTN_SM90", "0")
+
+
 def chip(capability):
     multiprocessors, shared_bytes = CHIPS[capability]
     return {"capability": capability, "multiprocessors": multiprocessors,
@@ -90,6 +96,7 @@ def test_every_head_dim_has_a_kernel(which, dtype, capability):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("which", PASSES)
 @pytest.mark.parametrize("seqlen", [1, 1023, 1024])
+@pytest.mark.usefixtures("portable")
 def test_choice_is_the_best_row_that_fits(seqlen, which, dtype, capability):
     if not runs_on(capability):
         pytest.skip(f"this build is not for {capability / 10}")
@@ -108,8 +115,30 @@ def test_choice_is_the_best_row_that_fits(seqlen, which, dtype, capability):
             assert plan.get("configuration") == best
 
 
+@pytest.mark.parametrize("capability", CHIPS)
+@pytest.mark.parametrize("which", PASSES)
+def test_hoppers_own_kernels_come_first(which, capability, monkeypatch):
+    """On Hopper, for 16 bits and head dims that they have; the others know nothing of them."""
+    if not runs_on(capability):
+        pytest.skip(f"this build is not for {capability / 10}")
+    largest = 256 if which == "forward" else 128
+    for head_dim in (8, 40, 64, 65, 128, 136, 192, 256):
+        for dtype in DTYPES:
+            problem = sizes(dtype=dtype, head_dim=head_dim, window_right=0)
+            own = (capability == 90 and dtype in ("float16", "bfloat16") and head_dim <= largest
+                   and head_dim % 8 == 0)  # rows of 16 bytes
+            monkeypatch.delenv("FLASH_ATTN_SM90", raising=False)
+            assert _C.plan(problem, chip(capability))[which]["engine"] == ("sm90" if own else "sm80")
+            # Features that they lack.
+            softcap = _C.plan({**problem, "softcap": 2.0}, chip(capability))[which]
+            assert softcap["engine"] == "sm80"
+            monkeypatch.setenv("FLASH_ATTN_SM90", "0")
+            assert _C.plan(problem, chip(capability))[which]["engine"] == "sm80"
+
+
 @pytest.mark.skipif(not KERNELS or not runs_on(90), reason="this build is not for 9.0")
 @pytest.mark.parametrize("which", PASSES)
+@pytest.mark.usefixtures("portable")
 def test_large_tiles_are_for_queries_that_see_many_keys(which):
     def tile(seqlen, **given):
         name = _C.plan(sizes(seqlen, seqlen, **given), chip(90))[which]["configuration"]
@@ -125,6 +154,7 @@ def test_large_tiles_are_for_queries_that_see_many_keys(which):
 
 @pytest.mark.skipif(not KERNELS or not runs_on(90), reason="this build is not for 9.0")
 @pytest.mark.parametrize("which", PASSES)
+@pytest.mark.usefixtures("portable")
 def test_small_blocks_get_small_tiles(which):
     """A block-sparse map must not lose to dense attention because a tile is larger than a block."""
     long = {"seqlen_q": 4096, "seqlen_k": 4096}
