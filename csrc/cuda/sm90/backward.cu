@@ -81,7 +81,7 @@ const char* why_not(const BackwardProblem& whole, const Device&) {
         !fits_tensor_map(queries_of(problem, whole.dout, problem.head_dim_v), 2) ||
         !fits_tensor_map(keys_of(problem, problem.k, problem.head_dim), 2) ||
         !fits_tensor_map(keys_of(problem, problem.v, problem.head_dim_v), 2))
-        return "rows, or what lies between them, are no multiples of 16 bytes";
+        return "rows, or what lies between them, are no multiples of 16 bytes, or too many";
     return nullptr;
 }
 

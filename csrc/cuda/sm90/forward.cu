@@ -66,12 +66,13 @@ const char* why_not(const ForwardProblem& problem, const Device& device) {
     if (!fits_tensor_map(queries_of(problem), 2) ||
         !fits_tensor_map(keys_of(problem, problem.k, problem.head_dim), 2) ||
         !fits_tensor_map(keys_of(problem, problem.v, problem.head_dim_v), 2))
-        return "rows, or what lies between them, are no multiples of 16 bytes";
+        return "rows, or what lies between them, are no multiples of 16 bytes, or too many";
     if (!fits_store_rows(problem.out, problem.head_dim_v))
         return "the output's rows, or what lies between them, are no multiples of 8 bytes";
     const int64_t tiles = problem.cu_seqlens_q ? problem.rows_q / kConfiguration.queries() + problem.batch
                                                : (problem.seqlen_q + kConfiguration.queries() - 1) /
                                                      kConfiguration.queries() * problem.batch;
+    if (tiles * problem.heads_q > INT32_MAX) return "there are too many queries for its counter";
     // The bits of a row are not to depend on how many others there are.
     if (!problem.deterministic && tiles * problem.heads_q * 2 < device.multiprocessors)
         return "there are too few queries to keep the GPU busy";

@@ -19,10 +19,11 @@ struct Rows {
 };
 
 inline bool fits_tensor_map(const Rows& rows, int64_t bytes) {
+    const auto counts = [](int64_t extent) { return extent > 0 && extent <= INT32_MAX; };  // coordinates
     const auto fits = [&](int64_t extent, int64_t stride) {
         return extent == 1 || (stride > 0 && stride * bytes % 16 == 0 && stride * bytes < int64_t(1) << 40);
     };
-    return rows.batch > 0 && rows.rows > 0 && rows.heads > 0 && rows.head_dim > 0 &&
+    return counts(rows.batch) && counts(rows.rows) && counts(rows.heads) && counts(rows.head_dim) &&
            reinterpret_cast<uintptr_t>(rows.view.data) % 16 == 0 &&
            fits(rows.batch, rows.view.batch_stride) && fits(rows.rows, rows.view.row_stride) &&
            fits(rows.heads, rows.view.head_stride);
