@@ -121,6 +121,10 @@ def test_hoppers_own_kernels_come_first(which, capability, monkeypatch):
     """On Hopper, for 16 bits and head dims that they have; the others know nothing of them."""
     if not runs_on(capability):
         pytest.skip(f"this build is not for {capability / 10}")
+
+    def engine_of(problem):
+        return _C.plan(problem, chip(capability))[which]["engine"]
+
     largest = 256 if which == "forward" else 128
     for head_dim in (8, 40, 64, 65, 128, 136, 192, 256):
         for dtype in DTYPES:
@@ -128,12 +132,10 @@ def test_hoppers_own_kernels_come_first(which, capability, monkeypatch):
             own = (capability == 90 and dtype in ("float16", "bfloat16") and head_dim <= largest
                    and head_dim % 8 == 0)  # rows of 16 bytes
             monkeypatch.delenv("FLASH_ATTN_SM90", raising=False)
-            assert _C.plan(problem, chip(capability))[which]["engine"] == ("sm90" if own else "sm80")
-            # Features that they lack.
-            softcap = _C.plan({**problem, "softcap": 2.0}, chip(capability))[which]
-            assert softcap["engine"] == "sm80"
+            assert (engine_of(problem) == "sm90") == own
+            assert engine_of({**problem, "softcap": 2.0}) != "sm90"  # which they lack
             monkeypatch.setenv("FLASH_ATTN_SM90", "0")
-            assert _C.plan(problem, chip(capability))[which]["engine"] == "sm80"
+            assert engine_of(problem) != "sm90"
 
 
 @pytest.mark.skipif(not KERNELS or not runs_on(90), reason="this build is not for 9.0")
