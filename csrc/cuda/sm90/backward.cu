@@ -5,7 +5,7 @@
 
 #include "../any/rows.h"
 #include "backward_producer.cuh"
-#include "switch.h"
+#include "problem.h"
 
 namespace flash::cuda {
 namespace sm90 {
@@ -58,31 +58,15 @@ __global__ void __launch_bounds__(kConfiguration.consumers)
     Tile::store(problem, rows, dq, dq_sums.scale(), shared_address(memory));
 }
 
-Rows queries_of(const ForwardProblem& problem, const TensorView& view, int64_t head_dim) {
-    const bool packed = problem.cu_seqlens_q;
-    return {view, packed ? 1 : problem.batch, problem.rows_q, problem.heads_q, head_dim};
-}
-
-Rows keys_of(const ForwardProblem& problem, const TensorView& view, int64_t head_dim) {
-    const bool packed = problem.cu_seqlens_k;
-    return {view, packed ? 1 : problem.batch, problem.rows_k, problem.heads_k, head_dim};
-}
-
 const char* why_not(const BackwardProblem& whole, const Device&) {
     const ForwardProblem& problem = whole.forward;
     if (const char* off = switched_off()) return off;
     if (problem.deterministic) return "it adds dQ up in no fixed order";
-    if (problem.dropout_threshold || problem.bias.data || problem.visible.data)
-        return "it has no dropout, biases and masks of elements";
-    if (problem.softcap != 0 || problem.alibi_slopes || !(problem.softmax_scale > 0))
-        return "it has no softcap, no ALiBi, and no negative scale";
-    if (problem.key_blocks.counts) return "it has no maps of blocks";
-    if (!fits_tensor_map(queries_of(problem, problem.q, problem.head_dim), 2) ||
-        !fits_tensor_map(queries_of(problem, whole.dout, problem.head_dim_v), 2) ||
-        !fits_tensor_map(keys_of(problem, problem.k, problem.head_dim), 2) ||
-        !fits_tensor_map(keys_of(problem, problem.v, problem.head_dim_v), 2))
-        return "rows, or what lies between them, are no multiples of 16 bytes, or too many";
-    return nullptr;
+    if (const char* lack = lacks(problem)) return lack;
+    return cannot_copy({queries_of(problem, problem.q, problem.head_dim),
+                        queries_of(problem, whole.dout, problem.head_dim_v),
+                        keys_of(problem, problem.k, problem.head_dim),
+                        keys_of(problem, problem.v, problem.head_dim_v)});
 }
 
 RowTiling key_tiling(const ForwardProblem& problem, const Device& device) {

@@ -4,7 +4,7 @@
 #include <random>
 
 #include "forward.cuh"
-#include "switch.h"
+#include "problem.h"
 
 namespace flash::cuda {
 namespace sm90 {
@@ -44,29 +44,15 @@ __global__ void __launch_bounds__(kConfiguration.threads(), 1)
     }
 }
 
-Rows queries_of(const ForwardProblem& problem) {
-    const bool packed = problem.cu_seqlens_q;
-    return {problem.q, packed ? 1 : problem.batch, problem.rows_q, problem.heads_q, problem.head_dim};
-}
-
-Rows keys_of(const ForwardProblem& problem, const TensorView& view, int64_t head_dim) {
-    const bool packed = problem.cu_seqlens_k;
-    return {view, packed ? 1 : problem.batch, problem.rows_k, problem.heads_k, head_dim};
-}
-
 const char* why_not(const ForwardProblem& problem, const Device& device) {
     if (const char* off = switched_off()) return off;
-    if (problem.dropout_threshold || problem.bias.data || problem.visible.data)
-        return "it has no dropout, biases and masks of elements";
-    if (problem.softcap != 0 || problem.alibi_slopes || !(problem.softmax_scale > 0))
-        return "it has no softcap, no ALiBi, and no negative scale";
-    if (problem.key_blocks.counts) return "it has no maps of blocks";
+    if (const char* lack = lacks(problem)) return lack;
     if (problem.cache.pages || problem.cache.seqlens || problem.cache.entry)
         return "it reads no cache of keys";
-    if (!fits_tensor_map(queries_of(problem), 2) ||
-        !fits_tensor_map(keys_of(problem, problem.k, problem.head_dim), 2) ||
-        !fits_tensor_map(keys_of(problem, problem.v, problem.head_dim_v), 2))
-        return "rows, or what lies between them, are no multiples of 16 bytes, or too many";
+    if (const char* reason = cannot_copy({queries_of(problem, problem.q, problem.head_dim),
+                                          keys_of(problem, problem.k, problem.head_dim),
+                                          keys_of(problem, problem.v, problem.head_dim_v)}))
+        return reason;
     if (!fits_store_rows(problem.out, problem.head_dim_v))
         return "the output's rows, or what lies between them, are no multiples of 8 bytes";
     const int64_t tiles = problem.cu_seqlens_q ? problem.rows_q / kConfiguration.queries() + problem.batch
@@ -108,7 +94,7 @@ void launch(const ForwardProblem& problem, int, const Launch& launch) {
     const TileQueue queue(tiling, problem.seqlen_k >= 16 * kConfiguration.key_tile,
                           static_cast<TileCounter*>(launch.workspace), new_ticket());
     const ForwardMaps maps{
-        tensor_map(queries_of(problem), kDType, 64),
+        tensor_map(queries_of(problem, problem.q, problem.head_dim), kDType, 64),
         tensor_map(keys_of(problem, problem.k, problem.head_dim), kDType, kConfiguration.key_tile),
         tensor_map(keys_of(problem, problem.v, problem.head_dim_v), kDType, kConfiguration.key_tile)};
     launch_kernel(FLASH_KERNEL_NAME, attention_forward,

@@ -1,0 +1,45 @@
+// A problem as both of Hopper's passes see it: the tensors that they copy, and reasons not to take it, or
+// nullptr.
+#pragma once
+
+#include <cstdlib>
+#include <initializer_list>
+#include <string_view>
+
+#include "tensor_map.h"
+
+namespace flash::cuda::sm90 {
+
+// view: laid out as q, and as k.
+inline Rows queries_of(const ForwardProblem& problem, const TensorView& view, int64_t head_dim) {
+    const bool packed = problem.cu_seqlens_q;
+    return {view, packed ? 1 : problem.batch, problem.rows_q, problem.heads_q, head_dim};
+}
+inline Rows keys_of(const ForwardProblem& problem, const TensorView& view, int64_t head_dim) {
+    const bool packed = problem.cu_seqlens_k;
+    return {view, packed ? 1 : problem.batch, problem.rows_k, problem.heads_k, head_dim};
+}
+
+// To compare Hopper's kernels with the portable ones: FLASH_ATTN_SM90=0.
+inline const char* switched_off() {
+    const char* const value = std::getenv("FLASH_ATTN_SM90");
+    return value && std::string_view(value) == "0" ? "FLASH_ATTN_SM90=0 switches it off" : nullptr;
+}
+
+inline const char* lacks(const ForwardProblem& problem) {
+    if (problem.dropout_threshold || problem.bias.data || problem.visible.data)
+        return "it has no dropout, biases and masks of elements";
+    if (problem.softcap != 0 || problem.alibi_slopes || !(problem.softmax_scale > 0))
+        return "it has no softcap, no ALiBi, and no negative scale";
+    if (problem.key_blocks.counts) return "it has no maps of blocks";
+    return nullptr;
+}
+
+inline const char* cannot_copy(std::initializer_list<Rows> tensors) {
+    for (const Rows& rows : tensors)
+        if (!fits_tensor_map(rows, 2))
+            return "rows, or what lies between them, are no multiples of 16 bytes, or too many";
+    return nullptr;
+}
+
+}  // namespace flash::cuda::sm90
