@@ -7,6 +7,7 @@
 #include "../ptx/cp_async.h"
 #include "../ptx/tma.h"
 #include "backward_plan.cuh"
+#include "load_rows.cuh"
 #include "tensor_map.h"
 
 namespace flash::cuda::sm90 {
@@ -67,25 +68,19 @@ class BackwardProducer {
     using Shared = BackwardShared<c>;
     using QueryTile = TileLayout<c.query_tile, c.head_dim, 2, kPanel>;
 
-    __device__ __forceinline__ int batch() const {
-        return problem_.forward.cu_seqlens_q ? 0 : int(shared_.plan.tile.batch);
-    }
-
     __device__ __forceinline__ void load_keys(const char* to, const CUtensorMap& map,
                                               uint32_t barrier) const {
         const RowTile& tile = shared_.plan.tile;
-        mbarrier_expect(barrier, Shared::key_bytes);
-        load<c.key_tile>(to, map, barrier, int(tile.sequence.first_key_row) + tile.first, int(tile.head));
+        load_rows<c.key_tile, c.key_tile, c.head_dim>(
+            to, map, barrier, int(tile.sequence.first_key_row) + tile.first, int(tile.head),
+            tensor_batch(problem_.forward.cu_seqlens_k, tile));
         mbarrier_arrive(barrier);
     }
 
-    template <int kRows>
-    __device__ __forceinline__ void load(const char* to, const CUtensorMap& map, uint32_t barrier, int row,
-                                         int head) const {
-#pragma unroll
-        for (int panel = 0; panel < c.head_dim / kPanel; ++panel)
-            tma_load(shared_address(to) + panel * kRows * 128, &map, barrier, panel * kPanel, row, head,
-                     batch());
+    __device__ __forceinline__ void load_queries(const char* to, const CUtensorMap& map, uint32_t barrier,
+                                                 int row, int head) const {
+        load_rows<c.query_tile, c.query_tile, c.head_dim>(
+            to, map, barrier, row, head, tensor_batch(problem_.forward.cu_seqlens_q, shared_.plan.tile));
     }
 
     // dO's barrier is told that this is all, Q's is not yet.
@@ -95,11 +90,9 @@ class BackwardProducer {
         if (bad)
             copy_finite(stage, row, head);
         else if (lane_index() == 0) {
-            mbarrier_expect(q_full, Shared::query_bytes);
-            load<c.query_tile>(shared_.q[stage], maps_.q, q_full, row, head);
+            load_queries(shared_.q[stage], maps_.q, q_full, row, head);
             if (n == 0) load_keys(shared_.v, maps_.v, shared_address(&shared_.v_full));
-            mbarrier_expect(dout_full, Shared::query_bytes);
-            load<c.query_tile>(shared_.dout[stage], maps_.dout, dout_full, row, head);
+            load_queries(shared_.dout[stage], maps_.dout, dout_full, row, head);
         }
         if (lane_index() == 0) {
             if (bad && n == 0) load_keys(shared_.v, maps_.v, shared_address(&shared_.v_full));
@@ -137,9 +130,8 @@ class BackwardProducer {
     __device__ __forceinline__ void copy_finite(int stage, int row, int head) {
         const uint32_t landed = shared_address(&shared_.landed);
         if (lane_index() == 0) {
-            mbarrier_expect(landed, 2 * Shared::query_bytes);
-            load<c.query_tile>(shared_.q[stage], maps_.q, landed, row, head);
-            load<c.query_tile>(shared_.dout[stage], maps_.dout, landed, row, head);
+            load_queries(shared_.q[stage], maps_.q, landed, row, head);
+            load_queries(shared_.dout[stage], maps_.dout, landed, row, head);
             mbarrier_arrive(landed);
         }
         uint32_t (&bad)[(c.query_tile + 31) / 32] = shared_.bad_queries[stage];

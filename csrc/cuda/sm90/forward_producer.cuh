@@ -3,9 +3,8 @@
 // other times.
 #pragma once
 
-#include "../ptx/tma.h"
 #include "forward_plan.cuh"
-#include "tensor_map.h"
+#include "load_rows.cuh"
 #include "tile_queue.cuh"
 
 namespace flash::cuda::sm90 {
@@ -13,21 +12,6 @@ namespace flash::cuda::sm90 {
 struct ForwardMaps {
     CUtensorMap q, k, v;
 };
-
-// Rows of a head to rows of a tile in panels of kTileRows. By one thread, which has yet to arrive.
-template <int kRows, int kTileRows, int kColumns>
-__device__ __forceinline__ void load_rows(const char* to, const CUtensorMap& map, uint32_t barrier, int row,
-                                          int head, int batch) {
-    mbarrier_expect(barrier, kRows * kColumns * 2);
-#pragma unroll
-    for (int panel = 0; panel < kColumns / kPanel; ++panel)
-        tma_load(shared_address(to) + panel * kTileRows * 128, &map, barrier, panel * kPanel, row, head,
-                 batch);
-}
-
-__device__ __forceinline__ int tensor_batch(const int32_t* cu_seqlens, const RowTile& tile) {
-    return cu_seqlens ? 0 : int(tile.batch);
-}
 
 template <ForwardConfiguration c>
 class ForwardPlanner {

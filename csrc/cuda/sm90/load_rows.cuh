@@ -1,0 +1,28 @@
+// Copies from tensors to tiles in shared memory, by way of their maps.
+#pragma once
+
+#include "../any/row_tile.cuh"
+#include "../ptx/mbarrier.h"
+#include "../ptx/shared.h"
+#include "../ptx/tma.h"
+#include "tensor_map.h"
+
+namespace flash::cuda::sm90 {
+
+// Rows of a head to rows of a tile in panels of kTileRows. By one thread, which has yet to arrive.
+template <int kRows, int kTileRows, int kColumns>
+__device__ __forceinline__ void load_rows(const char* to, const CUtensorMap& map, uint32_t barrier, int row,
+                                          int head, int batch) {
+    mbarrier_expect(barrier, kRows * kColumns * 2);
+#pragma unroll
+    for (int panel = 0; panel < kColumns / kPanel; ++panel)
+        tma_load(shared_address(to) + panel * kTileRows * 128, &map, barrier, panel * kPanel, row, head,
+                 batch);
+}
+
+// Which entry of a tensor's map a tile lies in: packed sequences are one.
+__device__ __forceinline__ int tensor_batch(const int32_t* cu_seqlens, const RowTile& tile) {
+    return cu_seqlens ? 0 : int(tile.batch);
+}
+
+}  // namespace flash::cuda::sm90
