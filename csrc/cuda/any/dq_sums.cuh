@@ -200,6 +200,19 @@ class DqTile {
     }
 };
 
+// By the block's first threads: the index-th of the tiles that the walk has left. The kernels that call it
+// are no template: before CUDA 13 the linker takes one instance for those of all files, whatever their chips.
+template <class Tile>
+__device__ __forceinline__ void finish_tile(const BackwardProblem& problem, const DqSums& sums,
+                                            uint32_t index, uint32_t shared_tile) {
+    const uint32_t unit = sums.unit_tiles().quotient(index), tile = sums.unit_tiles().remainder(index);
+    const RowTile rows = sums.rows_of(problem.forward, unit, tile);
+    if (rows.rows.empty()) return;
+    typename Tile::Accumulators dq;
+    Tile::load(dq, sums.of_tile(unit, tile));
+    Tile::store(problem, rows, dq, sums.scale(), shared_tile);
+}
+
 // By the block's first threads: the next tile's sums are on their way while one is stored.
 template <class Tile>
 __device__ __forceinline__ void finish_unit(const BackwardProblem& problem, const DqSums& sums, uint32_t unit,

@@ -46,15 +46,8 @@ __global__ void __launch_bounds__(kThreads, blocks_of(features))
 
 __global__ void __launch_bounds__(kThreads)
     finish_dq(const __grid_constant__ BackwardProblem problem, const __grid_constant__ DqSums dq_sums) {
-    using Dq = Dq<kDType, kConfiguration>;
     extern __shared__ __align__(128) char memory[];
-    const uint32_t unit = dq_sums.unit_tiles().quotient(blockIdx.x);
-    const uint32_t tile = dq_sums.unit_tiles().remainder(blockIdx.x);
-    const RowTile rows = dq_sums.rows_of(problem.forward, unit, tile);
-    if (rows.rows.empty()) return;
-    Dq::Accumulators dq;
-    Dq::load(dq, dq_sums.of_tile(unit, tile));
-    Dq::store(problem, rows, dq, dq_sums.scale(), shared_address(memory));
+    finish_tile<Dq<kDType, kConfiguration>>(problem, dq_sums, blockIdx.x, shared_address(memory));
 }
 
 // Where several blocks share a multiprocessor, one that finishes a unit leaves it busy.

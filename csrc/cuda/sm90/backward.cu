@@ -47,15 +47,8 @@ __global__ void __launch_bounds__(kConfiguration.threads, 1)
 
 __global__ void __launch_bounds__(kConfiguration.consumers)
     finish_dq(const __grid_constant__ BackwardProblem problem, const __grid_constant__ DqSums dq_sums) {
-    using Tile = Dq<kDType, kConfiguration>;
     extern __shared__ __align__(1024) char memory[];
-    const uint32_t unit = dq_sums.unit_tiles().quotient(blockIdx.x);
-    const uint32_t tile = dq_sums.unit_tiles().remainder(blockIdx.x);
-    const RowTile rows = dq_sums.rows_of(problem.forward, unit, tile);
-    if (rows.rows.empty()) return;
-    Tile::Accumulators dq;
-    Tile::load(dq, dq_sums.of_tile(unit, tile));
-    Tile::store(problem, rows, dq, dq_sums.scale(), shared_address(memory));
+    finish_tile<Dq<kDType, kConfiguration>>(problem, dq_sums, blockIdx.x, shared_address(memory));
 }
 
 const char* why_not(const BackwardProblem& whole, const Device&) {
