@@ -45,14 +45,14 @@ struct QueryPlan {
         split = part;
         const Sequence& sequence = tile.sequence;
         const int64_t batch = tile.unowned ? 0 : tile.batch;
-        const int64_t entry = sequence.key_entry, first_key = sequence.first_key_row;
+        const int64_t first_key = sequence.first_key_row;
         if (problem.cache.pages) {
             const Pages pages(problem.cache, batch, first_key);
             keys = {problem.k, pages, tile.key_head, problem.head_dim};
             values = {problem.v, pages, tile.key_head, problem.head_dim_v};
         } else {
-            keys = {problem.k, entry, first_key, tile.key_head, problem.head_dim};
-            values = {problem.v, entry, first_key, tile.key_head, problem.head_dim_v};
+            keys = {problem.k, sequence.key_entry, first_key, tile.key_head, problem.head_dim};
+            values = {problem.v, sequence.key_entry, first_key, tile.key_head, problem.head_dim_v};
         }
         mask = Mask(problem, sequence);
         transform = ScoreTransform<GpuMath>(problem, batch, tile.head);
