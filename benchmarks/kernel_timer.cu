@@ -22,7 +22,7 @@ using namespace flash::cuda;
 
 namespace {
 
-constexpr int64_t kHeadDim = FLASH_KERNEL_SYMBOL.head_dim;
+const int64_t kHeadDim = FLASH_KERNEL_SYMBOL.head_dim;
 constexpr int kSamples = 5;
 
 // Nearly normal.

@@ -60,7 +60,7 @@ def compile_variant(folder, row, dtype, text, only_compile):
     output = ["-cubin", "-o", folder / "run.cubin"] if only_compile else [
         source / "cuda" / "any" / helper, "-o", folder / "run"]
     command = [toolkit.Toolkit.find().nvcc, "-std=c++20", "-O3", "--expt-relaxed-constexpr", "-Xptxas", "-v",
-               f"-arch=sm_{row.capability or 90}{'a' if row.capability == 90 else ''}",
+               *(toolkit.only(row.capability) if row.capability else toolkit.Architecture(90).flags()),
                *(word for word in words if word.startswith("-")), "-include", folder / "row.h",
                folder / "kernel_timer.cu", *output]
     done = subprocess.run(list(map(str, command)), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)

@@ -115,7 +115,7 @@ class DqSums {
     int64_t tile_elements_ = 0;
     float scale_ = 1;
     uint32_t* done_ = nullptr;  // of each unit: blocks, and one more when it is finished
-    float* sums_ = nullptr;  // [places, group, tiles of queries, the threads' accumulators], so that a warp
+    float* sums_ = nullptr;  // [places, group, tiles of queries, warps, their accumulators], so that a warp
                              // adds to consecutive addresses
 };
 
@@ -135,42 +135,56 @@ class DqTile {
         return threadIdx.x / 32 % column_warps * Accumulators::column_tiles * 8;
     }
 
-    // thread: the one whose accumulators these are.
-    __device__ __forceinline__ static void add(float* sums, const Accumulators& dq,
-                                               uint32_t thread = threadIdx.x) {
+    // Of a tile's numbers, those of a warp; each of its lanes has 4 of every 128.
+    static constexpr int warp_elements = kRows * kColumns / kWarps;
+
+    __device__ __forceinline__ static void add(float* sums, const Accumulators& dq) {
+        sums += threads_place();
         each([&](int m, int n, int place) {
             const auto& x = dq.value[m][n];
 #if __CUDA_ARCH__ >= 900
-            reduce_add(reinterpret_cast<float4*>(sums + place) + thread, make_float4(x[0], x[1], x[2], x[3]));
+            reduce_add(reinterpret_cast<float4*>(sums + place), make_float4(x[0], x[1], x[2], x[3]));
 #else
 #pragma unroll
-            for (int e = 0; e < 4; ++e) reduce_add(sums + place + e * threads + thread, x[e]);
+            for (int e = 0; e < 4; ++e) reduce_add(sums + place + e * 32, x[e]);
 #endif
+        });
+    }
+
+    // As sums of the warp's, from a place in shared memory on.
+    __device__ __forceinline__ static void store_shared(uint32_t place, const Accumulators& dq) {
+        place += lane_index() * 16;
+        each([&](int m, int n, int first) {
+            const auto& x = dq.value[m][n];
+            cuda::store_shared(place + first * 4, make_uint4(__float_as_uint(x[0]), __float_as_uint(x[1]),
+                                                             __float_as_uint(x[2]), __float_as_uint(x[3])));
         });
     }
 
     // Sums that are complete, past the first-level cache, which doesn't see additions.
     __device__ __forceinline__ static void load(Accumulators& dq, const float* sums) {
+        sums += threads_place();
         each([&](int m, int n, int place) {
             auto& x = dq.value[m][n];
 #if __CUDA_ARCH__ >= 900
-            const float4 sum = __ldcg(reinterpret_cast<const float4*>(sums + place) + threadIdx.x);
+            const float4 sum = __ldcg(reinterpret_cast<const float4*>(sums + place));
             x[0] = sum.x, x[1] = sum.y, x[2] = sum.z, x[3] = sum.w;
 #else
 #pragma unroll
-            for (int e = 0; e < 4; ++e) x[e] = __ldcg(sums + place + e * threads + threadIdx.x);
+            for (int e = 0; e < 4; ++e) x[e] = __ldcg(sums + place + e * 32);
 #endif
         });
     }
 
     // What the same thread has loaded.
     __device__ __forceinline__ static void clear(float* sums) {
+        sums += threads_place();
         each([&](int, int, int place) {
 #if __CUDA_ARCH__ >= 900
-            __stcg(reinterpret_cast<float4*>(sums + place) + threadIdx.x, make_float4(0, 0, 0, 0));
+            __stcg(reinterpret_cast<float4*>(sums + place), make_float4(0, 0, 0, 0));
 #else
 #pragma unroll
-            for (int e = 0; e < 4; ++e) __stcg(sums + place + e * threads + threadIdx.x, 0.f);
+            for (int e = 0; e < 4; ++e) __stcg(sums + place + e * 32, 0.f);
 #endif
         });
     }
@@ -196,7 +210,17 @@ class DqTile {
         for (int m = 0; m < Accumulators::row_tiles; ++m)
 #pragma unroll
             for (int n = 0; n < Accumulators::column_tiles; ++n)
-                visit(m, n, (m * Accumulators::column_tiles + n) * 4 * threads);
+                visit(m, n, (m * Accumulators::column_tiles + n) * 4 * 32);
+    }
+
+    // Four floats are added at once from Hopper on; before, one, and the lanes' lie together.
+    __device__ __forceinline__ static uint32_t threads_place() {
+#if __CUDA_ARCH__ >= 900
+        constexpr uint32_t lane = 4;
+#else
+        constexpr uint32_t lane = 1;
+#endif
+        return threadIdx.x / 32 * warp_elements + lane_index() * lane;
     }
 };
 

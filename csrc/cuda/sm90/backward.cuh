@@ -7,15 +7,16 @@
 //     P^T, dS^T                    registers, rounded
 //     dV += P^T dO, dK += dS^T Q   A from registers; until the end
 //     dQ = dS K                    dS of all keys by way of shared memory; the warpgroups divide the tile's
-//     rows
-//                                  or columns. fp32 additions in device memory, straight from registers
+//                                  rows or columns. fp32 additions in device memory, by the copy engine
 //
 // Whatever a warpgroup does itself runs beside a product that it has started before:
 //
 //     exponentials of tile n           dP(n)
-//     dS(n)                            dV(n)
-//     dS(n) to shared memory, barrier  dK(n)
-//     sums of dQ(n)                    S(n + 1)
+//     dS(n), to shared memory          dV(n)
+//     sums of dQ(n - 1)                dK(n)
+//
+// dQ is a tile behind, so that no warpgroup waits for the other's dS, and one can be half a tile ahead: with
+// turns at the exponentials it is, and one's products fill what the other leaves of the tensor cores.
 #pragma once
 
 #include "../any/finite.cuh"
@@ -69,9 +70,10 @@ class BackwardConsumer {
     // As the copies leave them.
     using KeyTile = TileLayout<c.key_tile, c.head_dim, 2, kPanel>;
     using ScoreTile = TileLayout<c.key_tile, c.query_tile, 2, kPanel>;
-    static_assert(c.key_tile == 64 * c.warpgroups && c.query_tile * c.head_dim == 64 * 64 * c.warpgroups);
+    static_assert(c.warpgroups == 2 && c.key_tile == 64 * c.warpgroups &&
+                  c.query_tile * c.head_dim == 64 * 64 * c.warpgroups);
 
-    static constexpr int kConsumers = 1;  // a barrier; 0 is the block's
+    static constexpr int kConsumers = 1, kTurns = 2;  // barriers; 0 is the block's
 
     // The same for the whole warp, and the compiler knows.
     __device__ __forceinline__ static int warpgroup() {
@@ -81,12 +83,21 @@ class BackwardConsumer {
     __device__ __forceinline__ static int warp_row() { return int(opaque(threadIdx.x)) / 32 * 16; }
     __device__ __forceinline__ uint32_t warpgroup_rows() const { return warpgroup_ * 64 * kPanelRowBytes; }
     __device__ __forceinline__ static void meet() { barrier_of<c.consumers>(kConsumers); }
+    __device__ __forceinline__ void await_turn() const {
+        if constexpr (c.turns) barrier_of<c.consumers>(kTurns + warpgroup_);
+    }
+    __device__ __forceinline__ void pass_turn() const {
+        if constexpr (c.turns) arrive_at_barrier_of<c.consumers>(kTurns + 1 - warpgroup_);
+    }
 
     __device__ __forceinline__ void await_queries(uint32_t n) const {
         mbarrier_wait(in_ring(shared_.q_full, n), parity(shared_.q_full, n));
     }
     __device__ __forceinline__ void await_douts(uint32_t n) const {
         mbarrier_wait(in_ring(shared_.dout_full, n), parity(shared_.dout_full, n));
+    }
+    __device__ __forceinline__ void await_ds(uint32_t n) const {
+        mbarrier_wait(in_ring(shared_.ds_full, n), parity(shared_.ds_full, n));
     }
     __device__ __forceinline__ uint32_t queries(uint32_t n) const {
         return shared_address(shared_.q[0]) + n % c.stages * Shared::query_bytes;
@@ -140,11 +151,14 @@ class BackwardConsumer {
         wgmma_fence();
         start_gradients(dp, 0);
         look_for_bad_keys();
+        if (warpgroup_ == 1) pass_turn();
+        float* sums_before = nullptr;  // of the tile before
         while (true) {
             const QueryNote& note = shared_.notes[n % c.stages];
             const bool last = note.last;
             float* const sums = note.dq;
             Operand p[kParts], ds[kParts];
+            await_turn();
             wgmma_wait<1>();
             keep(registers_of(s));
 #pragma unroll
@@ -155,8 +169,10 @@ class BackwardConsumer {
                 wgmma_fence();
                 start_dv(p[0], n, 0);
             }
+            pass_turn();
             wgmma_wait<1>();
             keep(registers_of(dp));
+            mbarrier_wait(in_ring(shared_.ds_empty, n), parity(shared_.ds_empty, n) ^ 1);
 #pragma unroll
             for (int part = 0; part < kParts; ++part) {
                 if (part > 0) {
@@ -169,32 +185,40 @@ class BackwardConsumer {
                 store_ds(ds[part], n, part);
             }
             fence_async_proxy();
-            wgmma_fence();
-            start_dk(ds, n);
-            meet();
-            typename Dq::Accumulators dq;
-            if (last) {
+            mbarrier_arrive_warp(in_ring(shared_.ds_full, n));
+            if (n == 0) {
                 wgmma_fence();
-                start_dq(dq, n);
+                start_dk(ds, n);
                 wgmma_wait<0>();
+            } else {
+                typename Dq::Accumulators dq;
+                await_ds(n - 1);
+                wgmma_fence();
+                start_dq(dq, n - 1);
+                start_dk(ds, n);
+                wgmma_wait<1>();
                 keep(registers_of(dq));
-                add_dq(sums, dq);
-                break;
+                mbarrier_arrive_warp(in_ring(shared_.ds_empty, n - 1));
+                add_dq(sums_before, dq);
+                wgmma_wait<0>();
             }
-            await_queries(n + 1);
-            wgmma_fence();
-            start_dq(dq, n);
-            wgmma_wait<1>();
             leave(n);
+            sums_before = sums;
+            if (last) break;
+            await_queries(++n);
             wgmma_fence();
-            start_scores(s, n + 1);
-            wgmma_wait<1>();
-            keep(registers_of(dq));
-            add_dq(sums, dq);
-            await_douts(++n);
+            start_scores(s, n);
+            await_douts(n);
             wgmma_fence();
             start_gradients(dp, n);
         }
+        typename Dq::Accumulators dq;
+        await_ds(n);
+        wgmma_fence();
+        start_dq(dq, n);
+        wgmma_wait<0>();
+        keep(registers_of(dq));
+        add_dq(sums_before, dq);
         keep(registers_of(dk_));
         keep(registers_of(dv_));
     }
@@ -298,17 +322,26 @@ class BackwardConsumer {
             stmatrix_x4(ScoreTile::at(place, 0, part * kPart + k * 16), ds.value[k][0]);
     }
 
+    // By way of shared memory: additions straight from registers keep a warp for as long as they take.
     __device__ __forceinline__ void add_dq(float* sums, const typename Dq::Accumulators& dq) const {
         // DqTile counts a warp's columns first, warpgroups divide what is left of the columns last.
         constexpr uint32_t row_warps = c.consumers / 32 / Dq::column_warps;
         const uint32_t thread = opaque(threadIdx.x), warp = thread / 32;
-        Dq::add(sums, dq, (warp % row_warps * Dq::column_warps + warp / row_warps) * 32 + thread % 32);
+        const uint32_t place = (warp % row_warps * Dq::column_warps + warp / row_warps) * Dq::warp_elements;
+        const uint32_t staging = shared_address(shared_.dq) + place * 4;
+        if (thread % 32 == 0) bulk_wait_read();
+        __syncwarp();
+        Dq::store_shared(staging, dq);
+        fence_async_proxy();
+        __syncwarp();
+        if (thread % 32 == 0) bulk_reduce_add(sums + place, staging, Dq::warp_elements * 4);
     }
 
     __device__ __forceinline__ void store() {
         const ForwardProblem& problem = problem_.forward;
         const RowTile& tile = shared_.plan.tile;
         dk_ *= float(problem.softmax_scale);
+        if (opaque(threadIdx.x) % 32 == 0) bulk_wait();
         meet();  // everybody has left K and added what it had to
         if (threadIdx.x == 0) {
             if (!shared_.plan.has_queries) dq_sums_.wait_for_place(shared_.plan.place.head);

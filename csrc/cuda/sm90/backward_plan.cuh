@@ -12,6 +12,7 @@ namespace flash::cuda::sm90 {
 
 struct BackwardConfiguration {
     int head_dim, query_tile, key_tile, stages;
+    bool turns;  // the warpgroups' exponentials one after the other
 
     static constexpr int warpgroups = 2;  // that compute, 64 keys each
     static constexpr int consumers = 128 * warpgroups, threads = consumers + 128;
@@ -58,11 +59,13 @@ struct BackwardShared {
     alignas(1024) char q[c.stages][query_bytes];
     alignas(1024) char dout[c.stages][query_bytes];
     alignas(1024) char ds[2][c.key_tile * c.query_tile * 2];  // dS^T
+    alignas(16) float dq[c.query_tile * c.head_dim];          // on its way to the sums
     alignas(16) float lse[c.stages][c.query_tile];            // in log 2
     alignas(16) float delta[c.stages][c.query_tile];
     uint64_t k_full, v_full;
     uint64_t q_full[c.stages], q_empty[c.stages];  // Q, the note, lse and delta
     uint64_t dout_full[c.stages], dout_empty[c.stages];
+    uint64_t ds_full[2], ds_empty[2];
     uint64_t landed;  // copies of tiles that have to be looked at before they are handed on
     QueryNote notes[c.stages];
     uint32_t bad_queries[c.stages][(c.query_tile + 31) / 32];
@@ -75,6 +78,10 @@ struct BackwardShared {
         mbarrier_init(shared_address(&k_full), 1);
         mbarrier_init(shared_address(&v_full), 1);
         mbarrier_init(shared_address(&landed), 1);
+        for (int i = 0; i < 2; ++i) {
+            mbarrier_init(shared_address(&ds_full[i]), c.warpgroups * 4 * kWarpArrivals);
+            mbarrier_init(shared_address(&ds_empty[i]), c.warpgroups * 4 * kWarpArrivals);
+        }
         for (int i = 0; i < c.stages; ++i) {
             mbarrier_init(shared_address(&q_full[i]), 1 + 32);
             mbarrier_init(shared_address(&dout_full[i]), 1);
