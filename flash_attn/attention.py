@@ -5,9 +5,13 @@ import torch
 
 from . import operators
 
+_DEVICES = ("cpu", "cuda", "meta")
+
 
 def window_of(window_size, causal):
     """(left, right) for the operators, -1 unbounded."""
+    if type(window_size) is tuple and window_size == (-1, -1):  # in most calls
+        return -1, 0 if causal else -1
     if isinstance(window_size, torch.Tensor):
         window_size = window_size.tolist()
     if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
@@ -18,10 +22,14 @@ def window_of(window_size, causal):
 
 def check_tensors(q, k, v, /, **others):
     """Types and devices; what only the operators know, such as shapes, they check."""
+    if type(q) is type(k) is type(v) is torch.Tensor and not others:  # of most calls all there is to look at
+        device = q.device
+        if k.device == device and v.device == device and device.type in _DEVICES:
+            return
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"flash_attn: {name} is {tensor!r}; it must be a tensor")
-    if q.device.type not in ("cpu", "cuda", "meta"):
+    if q.device.type not in _DEVICES:
         raise RuntimeError(
             f"flash_attn: q is on {q.device}, which no engine runs on (python -m flash_attn lists engines); "
             "move q, k and v to a CUDA GPU or to the CPU"
@@ -35,7 +43,7 @@ def check_tensors(q, k, v, /, **others):
 
 def scale_of(softmax_scale, q):
     """The factor on the scores: D ** -0.5 unless the caller has one."""
-    return float(max(q.shape[-1], 1) ** -0.5 if softmax_scale is None else softmax_scale)
+    return max(q.shape[-1], 1) ** -0.5 if softmax_scale is None else float(softmax_scale)
 
 
 def new_rng_state(dropout_p, device):
@@ -52,15 +60,15 @@ def operator_options(
 ):
     """The options of the operators, in order: see operators.py. mask: a BlockSparseMask; bits: an
     AttentionMask's."""
-    blocks, block_size = (None,) * 4, (0, 0)
+    blocks = (None, None, None, None, 0, 0)
     if mask is not None:
         blocks = (
             mask.key_block_counts, mask.key_block_indices, mask.query_block_counts, mask.query_block_indices,
+            *mask.block_size,
         )
-        block_size = mask.block_size
     return (
         cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k), alibi_slopes, rng_state, *blocks,
-        *block_size, float(dropout_p), scale_of(softmax_scale, q), window_size_left,
+        float(dropout_p), scale_of(softmax_scale, q), window_size_left,
         0 if causal else window_size_right, float(softcap),
         bool(deterministic) or torch.are_deterministic_algorithms_enabled(), attn_bias, bits,
     )
@@ -78,7 +86,14 @@ def attend(
     softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
     deterministic=False, mask=None, bits=None, attn_bias=None,
 ):
-    """out, lse and the operators' options that made them; see attention."""
+    """out, lse and, for dropped_probabilities, the operators' options; see attention."""
+    left, right = window_of(window_size, causal)
+    plain = cu_seqlens_q is cu_seqlens_k is alibi_slopes is mask is bits is attn_bias is None
+    if plain and dropout_p == softcap == 0 and not torch.compiler.is_compiling():
+        check_tensors(q, k, v)
+        deterministic = bool(deterministic) or torch.are_deterministic_algorithms_enabled()
+        scale = scale_of(softmax_scale, q)
+        return *operators.attend_plainly(q, k, v, scale, left, right, deterministic), None
     check_tensors(
         q, k, v, alibi_slopes=alibi_slopes, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
         attn_bias=attn_bias, attn_mask=bits,
@@ -87,7 +102,6 @@ def attend(
         raise RuntimeError(
             "flash_attn: alibi_slopes requires grad, but has no gradient here; pass alibi_slopes.detach()"
         )
-    left, right = window_of(window_size, causal)
     options = operator_options(
         q, dropout_p=dropout_p, softmax_scale=softmax_scale, window_size_left=left, window_size_right=right,
         softcap=softcap, alibi_slopes=alibi_slopes, deterministic=deterministic, cu_seqlens_q=cu_seqlens_q,

@@ -7,6 +7,8 @@ options::
     attention_backward(dout, dlse or None, q, k, v, out, lse, *options) -> (dq, dk, dv)
     attention_backward_with_bias(...) -> (dq, dk, dv, dbias), dbias of the accumulation dtype
     attention_probabilities(q, k, v, *options) -> S_dmask
+    plain_attention_forward, plain_attention_backward: the same with plain_options alone, for calls that
+                     nobody traces
     pack_mask(mask) -> (attn_mask, some, holes): bits, and what blocks of MASK_BLOCK^2 hold
     attention_cached(q, k, v, cu_seqlens_q, max_seqlen_q, cache_seqlens, cache_leftpad, cache_batch_idx,
                      block_table, alibi_slopes, softmax_scale, window_size_left, window_size_right, softcap,
@@ -16,6 +18,7 @@ options::
                key_block_counts, key_block_indices, query_block_counts, query_block_indices,
                block_size_q, block_size_k, dropout_p, softmax_scale, window_size_left, window_size_right,
                softcap, deterministic, attn_bias=None, attn_mask=None)
+    plain_options = (softmax_scale, window_size_left, window_size_right, deterministic)
 
 Dense tensors are [batch, seqlen, heads, head_dim]; with cu_seqlens they are packed, [total, heads, head_dim].
 """
@@ -33,6 +36,8 @@ except ImportError as error:
 # The overloads: finding the only one takes 8 us a call.
 forward = torch.ops.flash_attn.attention_forward.default
 backward = torch.ops.flash_attn.attention_backward.default
+plain_forward = torch.ops.flash_attn.plain_attention_forward.default
+plain_backward = torch.ops.flash_attn.plain_attention_backward.default
 backward_with_bias = torch.ops.flash_attn.attention_backward_with_bias.default
 probabilities = torch.ops.flash_attn.attention_probabilities.default
 pack_mask = torch.ops.flash_attn.pack_mask.default
@@ -49,6 +54,7 @@ def accumulation_dtype(dtype):
 
 
 @torch.library.register_fake("flash_attn::attention_forward")
+@torch.library.register_fake("flash_attn::plain_attention_forward")
 @torch.library.register_fake("flash_attn::attention_cached")
 def _(q, k, v, *args, **kwargs):
     rows, heads = q.shape[-3], q.shape[-2]
@@ -58,6 +64,7 @@ def _(q, k, v, *args, **kwargs):
 
 
 @torch.library.register_fake("flash_attn::attention_backward")
+@torch.library.register_fake("flash_attn::plain_attention_backward")
 def _(dout, dlse, q, k, v, *args, **kwargs):
     return tuple(tensor.new_empty(tensor.shape) for tensor in (q, k, v))
 
@@ -87,50 +94,40 @@ def _(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *args, **
     return q.new_empty((batch, q.shape[-2], rows, columns))
 
 
-def _save_for_backward(ctx, inputs, output):
-    q, k, v, *options = inputs
-    tensors = [i for i in _TENSOR_OPTIONS if i < len(options)]
-    ctx.save_for_backward(q, k, v, *output, *(options[i] for i in tensors))
-    ctx.tensors = tensors
-    ctx.options = [None if i in tensors else option for i, option in enumerate(options)]
-    ctx.set_materialize_grads(False)
-
-
-def _gradients(ctx, dout, dlse):
-    q, k, v, out, lse, *tensors = ctx.saved_tensors
-    options = list(ctx.options)
-    for i, tensor in zip(ctx.tensors, tensors, strict=True):
-        options[i] = tensor
-    if dout is None:  # the loss used lse alone
-        dout = torch.zeros_like(out)
-    bias = options[_BIAS] if len(options) > _BIAS else None
-    wants_bias = bias is not None and ctx.needs_input_grad[3 + _BIAS]
-    operator = backward_with_bias if wants_bias else backward
-    arguments = (dout, dlse, q, k, v, out, lse, *options)
-    if torch.is_grad_enabled():
-        gradients = operator(*arguments)
-    else:
-        with torch._C._AutoDispatchBelowAutograd():
-            gradients = operator(*arguments)
-    of_options = [None] * len(options)
-    if wants_bias:
-        of_options[_BIAS] = gradients[3].to(bias.dtype)
-    return (*gradients[:3], *of_options)
-
-
-def _forward_without_gradients(*inputs):
-    with torch._C._AutoDispatchBelowAutograd():
-        return forward(*inputs)
-
-
 class _Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, *inputs):
-        output = _forward_without_gradients(*inputs)
-        _save_for_backward(ctx, inputs, output)
-        return output
+    """bias is among the options as well: here for its gradient. plain: options are plain_options."""
 
-    backward = staticmethod(_gradients)
+    @staticmethod
+    def forward(ctx, q, k, v, bias, options, plain):
+        with torch._C._AutoDispatchBelowAutograd():
+            out, lse = (plain_forward if plain else forward)(q, k, v, *options)
+        ctx.tensors = () if plain else [
+            i for i in _TENSOR_OPTIONS if i < len(options) and options[i] is not None
+        ]
+        ctx.save_for_backward(q, k, v, out, lse, *[options[i] for i in ctx.tensors])
+        ctx.options = [None if i in ctx.tensors else option for i, option in enumerate(options)]
+        ctx.plain = plain
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx, dout, dlse):
+        q, k, v, out, lse, *tensors = ctx.saved_tensors
+        options = list(ctx.options)
+        for i, tensor in zip(ctx.tensors, tensors, strict=True):
+            options[i] = tensor
+        if dout is None:  # the loss used lse alone
+            dout = torch.zeros_like(out)
+        wants_bias = ctx.needs_input_grad[3]
+        operator = plain_backward if ctx.plain else backward_with_bias if wants_bias else backward
+        arguments = (dout, dlse, q, k, v, out, lse, *options)
+        if torch.is_grad_enabled():
+            gradients = operator(*arguments)
+        else:
+            with torch._C._AutoDispatchBelowAutograd():
+                gradients = operator(*arguments)
+        dbias = gradients[3].to(options[_BIAS].dtype) if wants_bias else None
+        return (*gradients[:3], dbias, None, None)
 
 
 def _forward_with_gradients(q, k, v, *options):
@@ -138,7 +135,10 @@ def _forward_with_gradients(q, k, v, *options):
     needed = torch.is_grad_enabled() and (
         q.requires_grad or k.requires_grad or v.requires_grad or (bias is not None and bias.requires_grad)
     )
-    return (_Attention.apply if needed else _forward_without_gradients)(q, k, v, *options)
+    if needed:
+        return _Attention.apply(q, k, v, bias, options, False)
+    with torch._C._AutoDispatchBelowAutograd():
+        return forward(q, k, v, *options)
 
 
 # torch.library.register_autograd does the same, and takes 100 us a call to look up defaults; there are none.
@@ -151,6 +151,14 @@ def attend(q, k, v, *options):
     return (forward if torch.compiler.is_compiling() else _forward_with_gradients)(q, k, v, *options)
 
 
+def attend_plainly(q, k, v, *plain_options):
+    """The same without other options, which take 5 us more; not to be traced."""
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        return _Attention.apply(q, k, v, None, plain_options, True)
+    with torch._C._AutoDispatchBelowAutograd():
+        return plain_forward(q, k, v, *plain_options)
+
+
 def _no_second_derivative(ctx, *gradients):
     raise NotImplementedError(
         "flash_attn: the gradient of the gradient (double backward) is not implemented; use "
@@ -158,5 +166,5 @@ def _no_second_derivative(ctx, *gradients):
     )
 
 
-for _name in ("attention_backward", "attention_backward_with_bias"):
+for _name in ("attention_backward", "attention_backward_with_bias", "plain_attention_backward"):
     torch.library.register_autograd(f"flash_attn::{_name}", _no_second_derivative)

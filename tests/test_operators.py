@@ -76,6 +76,23 @@ def test_opcheck_backward(variant, with_dlse):
     torch.library.opcheck(operator("attention_backward"), arguments, test_utils=CHECKS)
 
 
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (9, 2)])
+def test_plain_operators_are_the_others_without_options(window):
+    q, k, v, dout = DENSE.draw()
+    plain = (0.3, *window, True)
+    full = options(softmax_scale=0.3, window_size_left=window[0], window_size_right=window[1],
+                   deterministic=True)
+    for name, tensors in (("attention_forward", ()), ("attention_backward", (dout, torch.randn(2, 4, 17)))):
+        if tensors:
+            tensors = (*tensors, q, k, v, *operator("attention_forward")(q, k, v, *full))
+        else:
+            tensors = (q, k, v)
+        torch.library.opcheck(operator(f"plain_{name}"), (*tensors, *plain), test_utils=CHECKS)
+        for actual, expected in zip(operator(f"plain_{name}")(*tensors, *plain),
+                                    operator(name)(*tensors, *full), strict=True):
+            assert torch.equal(actual, expected)
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_opcheck_probabilities(variant):
     case, given = variants()[variant]

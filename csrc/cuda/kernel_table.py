@@ -165,6 +165,8 @@ def registry(compiled, architectures, toolkit, kernel_h):
 # 12.0) and, in the forward, for biases.
 ROWS = [
     Row("sm90", "forward", HALVES, HopperForward(64, 128, warpgroups=3, stages=4, query_buffers=2)),
+    Row("sm90", "forward", HALVES,
+        HopperForward(128, 176, warpgroups=2, stages=2, query_buffers=1), from_keys=4096),
     Row("sm90", "forward", HALVES, HopperForward(128, 128, warpgroups=2, stages=2, query_buffers=2)),
     Row("sm90", "forward", HALVES, HopperForward(192, 112, warpgroups=2, stages=2, query_buffers=1)),
     Row("sm90", "forward", HALVES, HopperForward(256, 80, warpgroups=2, stages=2, query_buffers=1)),

@@ -7,6 +7,7 @@
 #include "../attention/block_mask.h"
 #include "../attention/score_matrix.h"
 #include "checks.h"
+#include "empty.h"
 
 namespace flash {
 namespace {
@@ -330,13 +331,13 @@ ScalarType Arguments::accumulation_dtype() const {
 Tensor Arguments::new_rows_like(const Tensor& tensor, int64_t head_dim) const {
     std::vector<int64_t> sizes(tensor.sizes().begin(), tensor.sizes().end());
     sizes.back() = head_dim;
-    return torch::stable::new_empty(tensor, sizes, tensor.scalar_type());
+    return new_empty(tensor, sizes, tensor.scalar_type());
 }
 
 Tensor Arguments::new_statistics() const {
     const std::vector<int64_t> sizes = packed() ? std::vector{problem.heads_q, problem.rows_q}
                                                 : std::vector{problem.batch, problem.heads_q, problem.rows_q};
-    return torch::stable::new_empty(q_, sizes, accumulation_dtype());
+    return new_empty(q_, sizes, accumulation_dtype());
 }
 
 RowStatistics Arguments::statistics_of(const Tensor& tensor) const {

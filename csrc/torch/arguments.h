@@ -28,6 +28,15 @@ struct Options {
     double softcap;
     bool deterministic;  // of the backward; the CPU engine always is
     OptionalTensor attn_bias, attn_mask;
+
+    static Options plain(double softmax_scale, int64_t window_size_left, int64_t window_size_right,
+                         bool deterministic) {
+        Options options{};
+        options.softmax_scale = softmax_scale;
+        options.window_size_left = window_size_left, options.window_size_right = window_size_right;
+        options.deterministic = deterministic;
+        return options;
+    }
 };
 
 // Where k and v are a cache: [entries, capacity, Hk, D], or [pages, page_size, Hk, D] with a block table. All

@@ -1,4 +1,5 @@
 #include "checks.h"
+#include "empty.h"
 #include "execution.h"
 #include "operators.h"
 
@@ -65,14 +66,22 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(Tensor dout, OptionalTenso
     return run_backward(dout, dlse, q, k, v, out, lse, FLASH_OPTION_ARGUMENTS);
 }
 
+std::tuple<Tensor, Tensor, Tensor> plain_attention_backward(Tensor dout, OptionalTensor dlse, Tensor q,
+                                                            Tensor k, Tensor v, Tensor out, Tensor lse,
+                                                            double softmax_scale, int64_t window_size_left,
+                                                            int64_t window_size_right, bool deterministic) {
+    return run_backward(dout, dlse, q, k, v, out, lse,
+                        Options::plain(softmax_scale, window_size_left, window_size_right, deterministic));
+}
+
 std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward_with_bias(Tensor dout, OptionalTensor dlse,
                                                                         Tensor q, Tensor k, Tensor v,
                                                                         Tensor out, Tensor lse,
                                                                         FLASH_OPTION_PARAMETERS) {
     check(attn_bias.has_value(), "attn_bias is missing, whose gradient is wanted");
     const std::vector<int64_t> sizes(attn_bias->sizes().begin(), attn_bias->sizes().end());
-    Tensor dbias = torch::stable::new_empty(
-        q, sizes, q.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float);
+    Tensor dbias =
+        new_empty(q, sizes, q.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float);
     torch::stable::zero_(dbias);
     const auto [dq, dk, dv] = run_backward(dout, dlse, q, k, v, out, lse, FLASH_OPTION_ARGUMENTS, &dbias);
     return {dq, dk, dv, dbias};

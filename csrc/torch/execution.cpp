@@ -9,6 +9,7 @@
 #include "../attention/score_matrix.h"
 #include "../engine.h"
 #include "checks.h"
+#include "empty.h"
 
 namespace flash {
 namespace {
@@ -19,8 +20,7 @@ class CpuThreads {
     CpuThreads(const Tensor& like, size_t scratch_bytes) {
         threads_.count = torch::stable::get_num_threads();
         threads_.scratch_bytes = scratch_bytes;
-        scratch_ =
-            torch::stable::new_empty(like, {int64_t(scratch_bytes) * threads_.count + 64}, ScalarType::Byte);
+        scratch_ = new_empty(like, {int64_t(scratch_bytes) * threads_.count + 64}, ScalarType::Byte);
         const auto address = reinterpret_cast<uintptr_t>(scratch_.data_ptr());
         threads_.scratch = reinterpret_cast<char*>((address + 63) / 64 * 64);
         threads_.parallel_for = [](int64_t begin, int64_t end, int64_t grain, cpu::Threads::Body body,
@@ -72,8 +72,7 @@ void execute_on_gpu(const Problem& problem, const Tensor& q) {
     const torch::stable::accelerator::DeviceGuard guard(device.index);
     // Freed on return, and yet ours until the kernels are done: the allocator reuses it in stream order.
     std::optional<Tensor> workspace;
-    if (plan.workspace_bytes)
-        workspace = torch::stable::new_empty(q, {plan.workspace_bytes}, ScalarType::Byte);
+    if (plan.workspace_bytes) workspace = new_empty(q, {plan.workspace_bytes}, ScalarType::Byte);
     run(plan, problem, {device, current_stream(device.index), workspace ? workspace->data_ptr() : nullptr});
 }
 

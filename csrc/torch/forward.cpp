@@ -23,19 +23,24 @@ std::tuple<Tensor, Tensor> attention_forward(Tensor q, Tensor k, Tensor v, FLASH
     return run_forward(arguments, q);
 }
 
+std::tuple<Tensor, Tensor> plain_attention_forward(Tensor q, Tensor k, Tensor v, double softmax_scale,
+                                                   int64_t window_size_left, int64_t window_size_right,
+                                                   bool deterministic) {
+    Arguments arguments(q, k, v,
+                        Options::plain(softmax_scale, window_size_left, window_size_right, deterministic));
+    return run_forward(arguments, q);
+}
+
 std::tuple<Tensor, Tensor> attention_cached(Tensor q, Tensor k, Tensor v, OptionalTensor cu_seqlens_q,
                                             int64_t max_seqlen_q, OptionalTensor cache_seqlens,
                                             OptionalTensor cache_leftpad, OptionalTensor cache_batch_idx,
                                             OptionalTensor block_table, OptionalTensor alibi_slopes,
                                             double softmax_scale, int64_t window_size_left,
                                             int64_t window_size_right, double softcap, int64_t num_splits) {
-    Options options{};
+    Options options = Options::plain(softmax_scale, window_size_left, window_size_right, false);
     options.cu_seqlens_q = cu_seqlens_q;
     options.max_seqlen_q = max_seqlen_q;
     options.alibi_slopes = alibi_slopes;
-    options.softmax_scale = softmax_scale;
-    options.window_size_left = window_size_left;
-    options.window_size_right = window_size_right;
     options.softcap = softcap;
     const CacheOptions cache{cache_seqlens, cache_leftpad, cache_batch_idx, block_table};
     Arguments arguments(q, k, v, options, &cache);

@@ -16,6 +16,9 @@
     "float dropout_p, float softmax_scale, int window_size_left, int window_size_right, float softcap, " \
     "bool deterministic, Tensor? attn_bias=None, Tensor? attn_mask=None"
 
+#define FLASH_PLAIN_OPTIONS \
+    "float softmax_scale, int window_size_left, int window_size_right, bool deterministic"
+
 STABLE_TORCH_LIBRARY(flash_attn, library) {
     library.def("attention_forward(Tensor q, Tensor k, Tensor v, " FLASH_OPTIONS
                 ") -> (Tensor out, Tensor lse)");
@@ -25,6 +28,12 @@ STABLE_TORCH_LIBRARY(flash_attn, library) {
     library.def(
         "attention_backward_with_bias(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, "
         "Tensor lse, " FLASH_OPTIONS ") -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias)");
+    // The same without the other options.
+    library.def("plain_attention_forward(Tensor q, Tensor k, Tensor v, " FLASH_PLAIN_OPTIONS
+                ") -> (Tensor out, Tensor lse)");
+    library.def(
+        "plain_attention_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, "
+        "Tensor lse, " FLASH_PLAIN_OPTIONS ") -> (Tensor dq, Tensor dk, Tensor dv)");
     library.def("pack_mask(Tensor mask) -> (Tensor bits, Tensor some, Tensor holes)");
     // k and v are a cache [entries, capacity, Hk, D], or pages [entries, page_size, Hk, D] that block_table
     // int32 [B, pages of a sequence] puts together; the other cache_* int32 [B]. No gradients.
@@ -42,6 +51,8 @@ STABLE_TORCH_LIBRARY_IMPL(flash_attn, CPU, library) {
     library.impl("attention_cached", TORCH_BOX(&flash::attention_cached));
     library.impl("attention_backward", TORCH_BOX(&flash::attention_backward));
     library.impl("attention_backward_with_bias", TORCH_BOX(&flash::attention_backward_with_bias));
+    library.impl("plain_attention_forward", TORCH_BOX(&flash::plain_attention_forward));
+    library.impl("plain_attention_backward", TORCH_BOX(&flash::plain_attention_backward));
     library.impl("pack_mask", TORCH_BOX(&flash::pack_mask));
     library.impl("attention_probabilities", TORCH_BOX(&flash::attention_probabilities));
 }
@@ -51,6 +62,8 @@ STABLE_TORCH_LIBRARY_IMPL(flash_attn, CUDA, library) {
     library.impl("attention_cached", TORCH_BOX(&flash::attention_cached));
     library.impl("attention_backward", TORCH_BOX(&flash::attention_backward));
     library.impl("attention_backward_with_bias", TORCH_BOX(&flash::attention_backward_with_bias));
+    library.impl("plain_attention_forward", TORCH_BOX(&flash::plain_attention_forward));
+    library.impl("plain_attention_backward", TORCH_BOX(&flash::plain_attention_backward));
     library.impl("pack_mask", TORCH_BOX(&flash::pack_mask));
     library.impl("attention_probabilities", TORCH_BOX(&flash::attention_probabilities));
 }

@@ -2,6 +2,7 @@
 
 #include "../attention/score_matrix.h"
 #include "checks.h"
+#include "empty.h"
 #include "execution.h"
 #include "operators.h"
 
@@ -13,10 +14,10 @@ std::tuple<Tensor, Tensor, Tensor> pack_mask(Tensor mask) {
     check_dtype("attn_mask", mask, ScalarType::Bool, "; a float mask is an attn_bias");
     const Tensor visible = torch::stable::contiguous(mask);
     const int64_t batch = mask.size(0), heads = mask.size(1), rows = mask.size(2), columns = mask.size(3);
-    Tensor bits = torch::stable::new_empty(mask, {batch, heads, rows, mask_words(columns)}, ScalarType::Int);
+    Tensor bits = new_empty(mask, {batch, heads, rows, mask_words(columns)}, ScalarType::Int);
     const auto no_blocks = [&] {
-        Tensor blocks = torch::stable::new_empty(
-            mask, {batch, heads, mask_blocks(rows), mask_blocks(columns)}, ScalarType::Bool);
+        Tensor blocks =
+            new_empty(mask, {batch, heads, mask_blocks(rows), mask_blocks(columns)}, ScalarType::Bool);
         return torch::stable::zero_(blocks);
     };
     const Tensor some = no_blocks(), holes = no_blocks();

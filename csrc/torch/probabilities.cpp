@@ -1,6 +1,7 @@
 #include "../cpu/probabilities.h"
 
 #include "checks.h"
+#include "empty.h"
 #include "operators.h"
 
 namespace flash {
@@ -37,8 +38,7 @@ Tensor attention_probabilities(Tensor q, Tensor k, Tensor v, FLASH_OPTION_PARAME
     const auto rounded = [](int64_t length) { return (length + 127) / 128 * 128; };
     const int64_t rows = rounded(arguments.packed() ? max_seqlen_q : problem.seqlen_q);
     const int64_t columns = rounded(arguments.packed() ? max_seqlen_k : problem.seqlen_k);
-    Tensor result =
-        torch::stable::new_empty(q, {problem.batch, problem.heads_q, rows, columns}, ScalarType::Double);
+    Tensor result = new_empty(q, {problem.batch, problem.heads_q, rows, columns}, ScalarType::Double);
     result = torch::stable::zero_(result);
     cpu::probabilities(problem, static_cast<double*>(result.mutable_data_ptr()), rows, columns);
     return torch::stable::to(result, dtype);

@@ -285,7 +285,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         )
         if not need_weights:
             return out, None
-        rng_state = options[operators.RNG_STATE]
+        rng_state = options and options[operators.RNG_STATE]
         return out, attention_weights(q, k, lse, visible, bias, masks.causal, dropout_p, rng_state, average)
 
     def _attend_nested(self, query, key, value, key_padding_mask, need_weights, attn_mask):

@@ -66,6 +66,9 @@ __device__ __forceinline__ void keep(float (&d)[kCount]) {
 #define FLASH_REGISTERS_96 FLASH_R0 FLASH_R8 FLASH_R16 FLASH_R24 FLASH_R32 FLASH_R40
 #define FLASH_REGISTERS_112 FLASH_R0 FLASH_R8 FLASH_R16 FLASH_R24 FLASH_R32 FLASH_R40 FLASH_R48
 #define FLASH_REGISTERS_128 FLASH_R0 FLASH_R8 FLASH_R16 FLASH_R24 FLASH_R32 FLASH_R40 FLASH_R48 FLASH_R56
+#define FLASH_REGISTERS_176                                                                           \
+    FLASH_R0 FLASH_R8 FLASH_R16 FLASH_R24 FLASH_R32 FLASH_R40 FLASH_R48 FLASH_R56 FLASH_R64 FLASH_R72 \
+        FLASH_R80
 #define FLASH_REGISTERS_192                                                                           \
     FLASH_R0 FLASH_R8 FLASH_R16 FLASH_R24 FLASH_R32 FLASH_R40 FLASH_R48 FLASH_R56 FLASH_R64 FLASH_R72 \
         FLASH_R80 FLASH_R88
@@ -84,6 +87,9 @@ __device__ __forceinline__ void keep(float (&d)[kCount]) {
 #define FLASH_D_128                                                                                 \
     FLASH_D8(0), FLASH_D8(8), FLASH_D8(16), FLASH_D8(24), FLASH_D8(32), FLASH_D8(40), FLASH_D8(48), \
         FLASH_D8(56)
+#define FLASH_D_176                                                                                 \
+    FLASH_D8(0), FLASH_D8(8), FLASH_D8(16), FLASH_D8(24), FLASH_D8(32), FLASH_D8(40), FLASH_D8(48), \
+        FLASH_D8(56), FLASH_D8(64), FLASH_D8(72), FLASH_D8(80)
 #define FLASH_D_192                                                                                 \
     FLASH_D8(0), FLASH_D8(8), FLASH_D8(16), FLASH_D8(24), FLASH_D8(32), FLASH_D8(40), FLASH_D8(48), \
         FLASH_D8(56), FLASH_D8(64), FLASH_D8(72), FLASH_D8(80), FLASH_D8(88)
@@ -134,6 +140,7 @@ FLASH_WGMMA_OF(80, "%40", "%41", "%42", "%43", "%44", "%42", "%45")
 FLASH_WGMMA_OF(96, "%48", "%49", "%50", "%51", "%52", "%50", "%53")
 FLASH_WGMMA_OF(112, "%56", "%57", "%58", "%59", "%60", "%58", "%61")
 FLASH_WGMMA_OF(128, "%64", "%65", "%66", "%67", "%68", "%66", "%69")
+FLASH_WGMMA_OF(176, "%88", "%89", "%90", "%91", "%92", "%90", "%93")
 FLASH_WGMMA_OF(192, "%96", "%97", "%98", "%99", "%100", "%98", "%101")
 FLASH_WGMMA_OF(256, "%128", "%129", "%130", "%131", "%132", "%130", "%133")
 

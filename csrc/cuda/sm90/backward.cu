@@ -53,13 +53,14 @@ __global__ void __launch_bounds__(kConfiguration.consumers)
 
 const char* why_not(const BackwardProblem& whole, const Device&) {
     const ForwardProblem& problem = whole.forward;
-    if (const char* off = switched_off()) return off;
     if (problem.deterministic) return "it adds dQ up in no fixed order";
     if (const char* lack = lacks(problem)) return lack;
-    return cannot_copy({queries_of(problem, problem.q, problem.head_dim),
-                        queries_of(problem, whole.dout, problem.head_dim_v),
-                        keys_of(problem, problem.k, problem.head_dim),
-                        keys_of(problem, problem.v, problem.head_dim_v)});
+    if (const char* reason = cannot_copy({queries_of(problem, problem.q, problem.head_dim),
+                                          queries_of(problem, whole.dout, problem.head_dim_v),
+                                          keys_of(problem, problem.k, problem.head_dim),
+                                          keys_of(problem, problem.v, problem.head_dim_v)}))
+        return reason;
+    return switched_off();
 }
 
 RowTiling key_tiling(const ForwardProblem& problem, const Device& device) {

@@ -45,7 +45,6 @@ __global__ void __launch_bounds__(kConfiguration.threads(), 1)
 }
 
 const char* why_not(const ForwardProblem& problem, const Device& device) {
-    if (const char* off = switched_off()) return off;
     if (const char* lack = lacks(problem)) return lack;
     if (problem.cache.pages || problem.cache.seqlens || problem.cache.entry)
         return "it reads no cache of keys";
@@ -62,7 +61,7 @@ const char* why_not(const ForwardProblem& problem, const Device& device) {
     // The bits of a row are not to depend on how many others there are.
     if (!problem.deterministic && tiles * problem.heads_q * 2 < device.multiprocessors)
         return "there are too few queries to keep the GPU busy";
-    return nullptr;
+    return switched_off();
 }
 
 RowTiling tiling_of(const ForwardProblem& problem, const Device& device) {
