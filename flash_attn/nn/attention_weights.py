@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 from ..operators import accumulation_dtype
 
 CHUNK_ELEMENTS = 1 << 23  # 32 MiB in float32
+ON_A_GPU = 4  # times as many: with less to do at once it waits for its host
 PATCH = 16  # dropout draws its bits by 16 x 16 patches, so chunks begin at multiples of it
 _LOW_32 = 0xFFFFFFFF
 
@@ -76,7 +77,8 @@ class _Chunks:
 
     def __iter__(self):
         """(first, last) query of each chunk."""
-        rows = CHUNK_ELEMENTS // max(self.batch * self.heads * self.seqlen_k, 1) // PATCH * PATCH
+        elements = CHUNK_ELEMENTS * (ON_A_GPU if self.q.is_cuda else 1)
+        rows = elements // max(self.batch * self.heads * self.seqlen_k, 1) // PATCH * PATCH
         rows = max(rows, PATCH)
         for first in range(0, self.seqlen_q, rows):
             yield first, min(first + rows, self.seqlen_q)

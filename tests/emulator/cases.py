@@ -84,15 +84,16 @@ def test_gradient_of_a_bias(shape):
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_block_sparse(head_dim):
+@pytest.mark.parametrize("block", [64, 128])
+def test_block_sparse(head_dim, block):
     given = case(HALF, head_dim, 256, 300)
-    block_map = torch.rand(1, 2, 4, 5) < 0.5
-    mask = flash_attn.BlockSparseMask.from_block_map(block_map, 64)
+    block_map = torch.rand(1, 2, -(-256 // block), -(-300 // block)) < 0.5
+    mask = flash_attn.BlockSparseMask.from_block_map(block_map, block)
     q, k, v, dout = given.draw()
     leaves = [x.requires_grad_() for x in (q, k, v)]
     out, lse, _ = flash_attn.flash_attn_block_sparse_func(*leaves, mask, return_attn_probs=True)
     gradients = torch.autograd.grad(out, leaves, dout)
-    visible = reference.expand_block_map(block_map, (64, 64), 256, 300)
+    visible = reference.expand_block_map(block_map, (block, block), 256, 300)
     expected = Expected(given.attend(visible), *(x.detach() for x in leaves), dout)
     expected.check(out=out.detach(), lse=lse, **dict(zip(("dq", "dk", "dv"), gradients, strict=True)))
 

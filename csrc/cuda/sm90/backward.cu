@@ -55,6 +55,12 @@ const char* why_not(const BackwardProblem& whole, const Device&) {
     const ForwardProblem& problem = whole.forward;
     if (problem.deterministic) return "it adds dQ up in no fixed order";
     if (const char* lack = lacks(problem)) return lack;
+    const BlockLists& lists = problem.query_blocks;
+    if (lists.counts &&
+        (lists.column_block % kConfiguration.query_tile != 0 || lists.row_block < kConfiguration.key_tile))
+        return "the map's blocks are too small for its tiles, or no multiples of them";
+    if (lists.head_stride != 0 && problem.heads_q != problem.heads_k)
+        return "grouped heads must share their map of blocks";
     if (const char* reason = cannot_copy({queries_of(problem, problem.q, problem.head_dim),
                                           queries_of(problem, whole.dout, problem.head_dim_v),
                                           keys_of(problem, problem.k, problem.head_dim),

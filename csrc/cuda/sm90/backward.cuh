@@ -255,7 +255,7 @@ class BackwardConsumer {
             x[2] = GpuMath::exponential(x[2] * score_unit_ - lse.x);
             x[3] = GpuMath::exponential(x[3] * score_unit_ - lse.y);
         });
-        if (note.masked) mask(s, note, n, part);
+        if (note.masked) mask(s, note, n, part, note.bits ? visible(note, part) : ~0u);
     }
 
     // dp: dO V^T on entry, dS on return; it lacks the factor softmax_scale, which the sums get.
@@ -269,7 +269,7 @@ class BackwardConsumer {
             x[2] = factor[2] * (x[2] - delta.x);
             x[3] = factor[3] * (x[3] - delta.y);
         });
-        if (note.masked) mask(dp, note, n, part);
+        if (note.masked) mask(dp, note, n, part, note.bits ? not_zero(p) : ~0u);
     }
 
     // A lane's two columns of each 8, which are queries.
@@ -283,9 +283,40 @@ class BackwardConsumer {
         }
     }
 
+    // A bit for each of a lane's scores, those of a row together.
+    static_assert(Part::rows * Part::columns == 32);
+    __device__ __forceinline__ uint32_t visible(const QueryNote& note, int part) const {
+        const ForwardProblem& problem = problem_.forward;
+        const Position key = shared_.plan.tile.first + warp_row() + Part::row(0),
+                       last_key = problem.rows_k - 1;
+        // Both of a lane's keys are among the same 32.
+        const uint32_t* const word = note.bits + min(key, last_key) / 32;
+        uint32_t shown = 0;
+#pragma unroll 4  // all at once are registers that there are not
+        for (int column = 0; column < Part::columns; ++column) {
+            const Position query = note.first + part * kPart + Part::column(column);
+            const uint32_t bits =
+                word[int64_t(min(query, Position(problem.rows_q) - 1)) * problem.visible.row_stride] >>
+                key % 32;
+            shown |= (bits & 1) << column | (bits >> 8 & 1) << (Part::columns + column);
+        }
+        return shown;
+    }
+    // What is hidden has probability 0.
+    __device__ __forceinline__ static uint32_t not_zero(const Part& p) {
+        uint32_t shown = 0;
+#pragma unroll
+        for (int r = 0; r < Part::rows; ++r)
+#pragma unroll
+            for (int column = 0; column < Part::columns; ++column)
+                shown |= uint32_t(p.at(r, column) != 0) << (r * Part::columns + column);
+        return shown;
+    }
+
     // Zero where invisible: what lies behind the mask may be infinite. NaN where a row of Q, dO or K that is
     // not finite is seen.
-    __device__ __forceinline__ void mask(Part& x, const QueryNote& note, uint32_t n, int part) const {
+    __device__ __forceinline__ void mask(Part& x, const QueryNote& note, uint32_t n, int part,
+                                         uint32_t shown) const {
         const BackwardPlan& plan = shared_.plan;
         const Position first = note.first + part * kPart;
 #pragma unroll
@@ -305,7 +336,7 @@ class BackwardConsumer {
                     bad = bad_key    ? ~0u
                           : note.bad ? shared_.bad_queries[n % c.stages][part * kPart / 32 + column / 8]
                                      : 0;
-                if (i < begin || i >= end)
+                if (i < begin || i >= end || !(shown >> (r * Part::columns + column) & 1))
                     x.at(r, column) = 0;
                 else if (bad >> i % 32 & 1)
                     x.at(r, column) = __int_as_float(0x7fffffff);

@@ -20,7 +20,8 @@ struct BackwardConfiguration {
 
 // A tile of queries, beside its stage.
 struct QueryNote {
-    float* dq;  // its sums
+    float* dq;             // its sums
+    const uint32_t* bits;  // of the head's query 0, if bits say what is visible
     Position first;
     Interval seen;     // what of it exists and sees some key
     bool masked, bad;  // bad: some rows of Q and dO were not finite, and are zeros now
@@ -43,8 +44,13 @@ struct BackwardPlan {
         partial = tile.rows.begin > tile.first || tile.rows.end < tile.first + key_tile;
         has_queries = false;
         if (tile.unowned || tile.rows.empty()) return;
+        const Interval first = mask.queries_of(tile.rows.begin), last = mask.queries_of(tile.rows.end - 1);
+        const BlockLists& lists = problem.query_blocks;  // the same for all heads of a group
         start.schedule =
-            TileSchedule(mask.queries_of(tile.rows.begin), mask.queries_of(tile.rows.end - 1), query_tile);
+            lists.counts
+                ? TileSchedule(first, last, query_tile,
+                               block_list_of(lists, tile.batch, tile.head * tile.group, tile.rows.begin))
+                : TileSchedule(first, last, query_tile);
         start.next();
         has_queries = start.run.begin < start.run.end;
     }

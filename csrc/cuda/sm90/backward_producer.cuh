@@ -3,6 +3,7 @@
 // mask could not (finite.cuh), so that the others never wait for that.
 #pragma once
 
+#include "../../attention/score_matrix.h"
 #include "../any/finite.cuh"
 #include "../ptx/cp_async.h"
 #include "../ptx/tma.h"
@@ -51,6 +52,7 @@ class BackwardProducer {
                     note.first = walk.first();
                     note.seen = walk.seen(plan.walk);
                     note.masked = masked, note.bad = bad;
+                    note.bits = bits_of(plan.walk.run.partial, head);
                 }
                 copy_statistics(int(n % c.stages), row, head);
                 walk.advance(plan.walk);
@@ -114,6 +116,12 @@ class BackwardProducer {
 #pragma unroll 1
         for (int i = lane_index(); i < c.query_tile; i += 32)
             cp_async_4(shared_address(to + i), from + (exists(row + i) ? i : 0), exists(row + i));
+    }
+
+    __device__ __forceinline__ const uint32_t* bits_of(bool partial, int head) const {
+        const ScoreMatrix& visible = problem_.forward.visible;
+        return partial && visible.data ? row_of<const uint32_t>(visible, shared_.plan.tile.batch, head, 0)
+                                       : nullptr;
     }
 
     // A row of Q or dO that is not finite leaves its mark on lse or delta.

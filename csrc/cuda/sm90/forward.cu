@@ -46,6 +46,11 @@ __global__ void __launch_bounds__(kConfiguration.threads(), 1)
 
 const char* why_not(const ForwardProblem& problem, const Device& device) {
     if (const char* lack = lacks(problem)) return lack;
+    // A tile of queries lies in one block, a block of keys is whole tiles.
+    const BlockLists& lists = problem.key_blocks;
+    if (lists.counts && (lists.column_block % kConfiguration.key_tile != 0 ||
+                         lists.row_block * 3 < kConfiguration.queries() * 2))
+        return "the map's blocks are too small for its tiles, or no multiples of them";
     if (problem.cache.pages || problem.cache.seqlens || problem.cache.entry)
         return "it reads no cache of keys";
     if (const char* reason = cannot_copy({queries_of(problem, problem.q, problem.head_dim),
@@ -71,8 +76,8 @@ RowTiling tiling_of(const ForwardProblem& problem, const Device& device) {
 
 // Under a mask, and in packed sequences, tiles see different numbers of keys.
 int64_t workspace_bytes(const ForwardProblem& problem, int) {
-    const bool unequal =
-        problem.window_left >= 0 || problem.window_right >= 0 || problem.cu_seqlens_q || problem.cu_seqlens_k;
+    const bool unequal = problem.window_left >= 0 || problem.window_right >= 0 || problem.cu_seqlens_q ||
+                         problem.cu_seqlens_k || problem.key_blocks.counts;
     return unequal ? TileQueue::workspace_bytes : 0;
 }
 

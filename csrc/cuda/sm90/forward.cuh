@@ -326,6 +326,11 @@ class ForwardConsumer {
     }
 
     __device__ __forceinline__ void mask(Scores& s, const ForwardPlan& plan, const KeyNote& note) const {
+        if constexpr (c.key_tile % 32 == 0)
+            if (everywhere(note.flags & KeyNote::partial))
+                plan.bits.each_hidden<Scores>(
+                    plan.tile.first + warp_row(), note.first,
+                    [&](int r, int column) { s.at(r, column) = OnlineSoftmax<GpuMath>::minus_infinity(); });
 #pragma unroll
         for (int r = 0; r < Scores::rows; ++r) {
             const Interval keys = intersection(plan.visible(query(plan, r)), note.seen);
@@ -357,7 +362,8 @@ class ForwardConsumer {
 #pragma unroll 1
             for (Position key = keys.begin; key < keys.end; ++key) {
                 const int j = key - note.first;
-                sees |= shared_.bad_keys[j / 32] >> j % 32 & 1;
+                sees |= (shared_.bad_keys[j / 32] >> j % 32 & 1) &&
+                        !(note.flags & KeyNote::partial && plan.bits.hides(query(plan, r), key));
             }
             if (sees)
 #pragma unroll

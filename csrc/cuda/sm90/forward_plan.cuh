@@ -5,6 +5,7 @@
 #include "../../attention/score.h"
 #include "../any/row_tile.cuh"
 #include "../any/tile_walk.cuh"
+#include "../any/visible_bits.cuh"
 #include "../ptx/mbarrier.h"
 #include "ring.h"
 
@@ -23,6 +24,7 @@ struct ForwardConfiguration {
 struct alignas(16) KeyNote {
     static constexpr uint32_t masked = 1, hidden = 2, last = 4;  // to a warpgroup; last that it sees
     static constexpr uint32_t end = 1 << 16, careful = 1 << 17;  // of the tile of queries
+    static constexpr uint32_t partial = 1 << 18;                 // bits say what is visible
 
     Position first;
     Interval seen;  // what of it exists and some row sees
@@ -39,12 +41,14 @@ struct ForwardPlan {
     Work work;
     bool careful;  // given again: values that are not finite are kept from rows that don't see them
     bool has_keys;
-    bool redo;  // the consumers' answer
+    bool listed;  // a map says which tiles of keys are visited: a warpgroup visits all of those
+    bool redo;    // the consumers' answer
     // Rows that follow their maximum then. The others compute the same bits again.
     uint32_t following[6];
     uint32_t multiply;  // a bit for each warpgroup that has something to multiply
     RowTile tile;
     Mask mask;
+    VisibleBits bits;
     SchedulePlace start, places[2];  // of values, of keys
     // Of a warpgroup's queries: what some of them see, and what all do.
     struct Sight {
@@ -55,7 +59,15 @@ struct ForwardPlan {
         tile = of;
         mask = Mask(problem, tile.sequence);
         const Interval first = visible(tile.rows.begin), last = visible(tile.rows.end - 1);
-        start.schedule = TileSchedule(first, last, c.key_tile);
+        listed = problem.key_blocks.counts;
+        if (listed) {
+            bits = VisibleBits(problem, tile.batch, tile.head);
+            start.schedule =
+                TileSchedule(first, last, c.key_tile,
+                             block_list_of(problem.key_blocks, tile.batch, tile.head, tile.rows.begin));
+        } else {
+            start.schedule = TileSchedule(first, last, c.key_tile);
+        }
         start.next();
         has_keys = start.run.begin < start.run.end;
         multiply = 0;
@@ -81,16 +93,19 @@ struct ForwardPlan {
     }
 
     template <ForwardConfiguration c>
-    __device__ __forceinline__ uint32_t flags(Position first, bool masked, bool whole, bool end) const {
-        uint32_t flags = (end ? KeyNote::end : 0) | (careful ? KeyNote::careful : 0);
+    __device__ __forceinline__ uint32_t flags(Position first, bool masked, bool partial, bool whole,
+                                              bool end) const {
+        const bool together = careful || listed;  // all warpgroups
+        uint32_t flags = (end ? KeyNote::end : 0) | (careful ? KeyNote::careful : 0) |
+                         (partial && bits.rows ? KeyNote::partial : 0);
 #pragma unroll
         for (int i = 0; i < c.warpgroups; ++i) {
             const Sight& sight = sights[i];
             const Interval tile(first, first + c.key_tile);
             uint32_t mine = 0;
-            if (careful ? masked : !whole || tile.begin < sight.all.begin || tile.end > sight.all.end)
+            if (together ? masked : !whole || tile.begin < sight.all.begin || tile.end > sight.all.end)
                 mine |= KeyNote::masked;
-            if (careful)
+            if (together)
                 mine |= end ? KeyNote::last : 0;
             else if (intersection(tile, sight.some).empty())
                 mine |= KeyNote::hidden;

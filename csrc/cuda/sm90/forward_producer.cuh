@@ -104,10 +104,11 @@ class ForwardProducer {
             for (TileWalk<c.key_tile> walk(place, plan.start); walk.more(); ++tile) {
                 const Position first = walk.first();
                 const Interval seen = walk.seen(place);
-                const bool masked = walk.masked(), whole = walk.whole();
+                const bool masked = walk.masked(), whole = walk.whole(), partial = place.run.partial;
                 walk.advance(place);
                 const auto note = [&] {
-                    const uint32_t flags = plan.template flags<c>(first, masked, whole, !walk.more());
+                    const uint32_t flags =
+                        plan.template flags<c>(first, masked, partial, whole, !walk.more());
                     shared_.note(tile) = {first, seen, flags};
                 };
                 if constexpr (kKeys)

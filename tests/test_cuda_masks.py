@@ -1,0 +1,86 @@
+"""Masks of elements and maps of blocks on a GPU: whichever kernels take them, and the portable ones."""
+
+import pytest
+import torch
+
+import flash_attn
+from acceptance import Expected
+from attention_case import Case, check_empty_rows
+from gpu import DEVICE, HALVES, assert_bitwise, deterministic_as_asked, needs_gpu, portable, run  # noqa: F401
+
+pytestmark = [needs_gpu, pytest.mark.usefixtures("deterministic_as_asked")]
+
+SEQLEN_Q, SEQLEN_K = 520, 700
+
+
+def masks(heads):
+    """{name: bool, broadcastable to [2, heads, SEQLEN_Q, SEQLEN_K]}"""
+    queries, keys = torch.arange(SEQLEN_Q)[:, None], torch.arange(SEQLEN_K)
+    half = torch.rand(2, heads, SEQLEN_Q, SEQLEN_K) < 0.5
+    blocks = half.clone()
+    blocks[..., 128:384] = True  # without a hidden element
+    blocks[..., 384:512] = False
+    return {
+        "half": half,
+        "few": torch.rand(1, heads, SEQLEN_Q, SEQLEN_K) < 0.003,
+        "blocks": blocks,
+        "keys": (keys < 450)[None, None, None],
+        "band": ((queries - keys).abs() < 90)[None, None],
+        "some queries": (torch.rand(2, 1, SEQLEN_Q, 1) < 0.3).expand(-1, -1, -1, SEQLEN_K),
+    }
+
+
+@pytest.mark.parametrize("which", masks(1))
+@pytest.mark.parametrize("features", [{}, {"causal": True}, {"window_size": (200, 50)}], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("dtype", HALVES)
+def test_masks(dtype, head_dim, features, which):
+    heads = 1 if features.get("causal") else 2  # one mask for both heads, or one for each
+    mask = masks(heads)[which].to(DEVICE)
+    case = Case(dtype, 2, SEQLEN_Q, SEQLEN_K, 2, 2, head_dim, device=DEVICE, **features)
+    inputs, dlse = case.draw(), case.draw_dlse()
+    expected = Expected(case.attend(mask), *inputs, dlse)
+    actual = case.run(inputs, dlse, attn_mask=mask)
+    expected.check(**vars(actual))
+    check_empty_rows(actual, expected.exact.lse)
+
+
+@pytest.mark.parametrize("heads_k", [1, 2])
+def test_mask_of_grouped_heads(heads_k):
+    """With heads that share it, and with one for each query head, which Hopper's backward leaves to others."""
+    for heads in (1, 4):
+        mask = masks(heads)["half"].to(DEVICE)
+        case = Case(torch.bfloat16, 2, SEQLEN_Q, SEQLEN_K, 4, heads_k, 64, device=DEVICE)
+        inputs = case.draw()
+        Expected(case.attend(mask), *inputs).check(**vars(case.run(inputs, attn_mask=mask)))
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_what_a_mask_hides_does_not_matter(head_dim, value):
+    """Whatever lies behind it, in K, V, Q or dO: the rows that don't see it keep their results."""
+    case = Case(torch.bfloat16, 2, SEQLEN_Q, SEQLEN_K, 2, 2, head_dim, device=DEVICE)
+    mask = masks(2)["half"].to(DEVICE)
+    mask[..., 77] = False
+    mask[..., 33, :] = False
+    q, k, v, dout = case.draw()
+    expected = case.run((q, k, v, dout), attn_mask=mask, deterministic=True)
+    for tensor, row in ((q, 33), (dout, 33), (k, 77), (v, 77)):
+        tensor[:, row] = value
+    for deterministic in (True, False):
+        actual = case.run((q, k, v, dout), attn_mask=mask, deterministic=deterministic)
+        for name in ("out", "lse", "dq", "dk", "dv"):
+            assert not vars(actual)[name].isnan().any(), name
+        assert_bitwise([actual.out, actual.lse], [expected.out, expected.lse], ("out", "lse"))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_map_and_its_mask_agree(head_dim, portable):  # noqa: F811
+    """The same scores as a map of blocks and as bits: the same blocks are visited, so the bits are the same."""
+    case = Case(torch.bfloat16, 2, SEQLEN_Q, SEQLEN_K, 2, 2, head_dim, device=DEVICE)
+    block_map = torch.rand(1, 2, -(-SEQLEN_Q // 128), -(-SEQLEN_K // 128)) < 0.5
+    visible = block_map.repeat_interleave(128, 2).repeat_interleave(128, 3)[..., :SEQLEN_Q, :SEQLEN_K]
+    inputs = case.draw()
+    mask = flash_attn.BlockSparseMask.from_block_map(block_map.to(DEVICE), 128)
+    by_map = run(case, inputs, None, mask, deterministic=True)
+    assert_bitwise(case.run(inputs, attn_mask=visible.to(DEVICE), deterministic=True), by_map)
