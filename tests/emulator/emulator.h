@@ -167,6 +167,10 @@ inline float __uint_as_float(uint32_t x) {
 inline float __int_as_float(int x) {
     return reinterpret_cast<float&>(x);
 }
+template <class T>
+T __ldg(const T* from) {
+    return *from;
+}
 inline float __fmul_rn(float a, float b) {
     volatile float product = a * b;  // never part of a fused multiply-add
     return product;

@@ -33,14 +33,20 @@ struct HeadRow {
 template <DType dtype>
 struct ElementOf {
     using Bits = uint16_t;
+    using Pair = uint32_t;  // two elements next to each other
     __device__ static float to_float(uint16_t bits) { return unpack<dtype>(bits).x; }
+    __device__ static float2 to_floats(uint32_t pair) { return unpack<dtype>(pair); }
+    __device__ static uint32_t pair_of(uint16_t low, uint16_t high) { return low | uint32_t(high) << 16; }
     __device__ static uint16_t from_float(float x) { return uint16_t(pack<dtype>(x, 0)); }
 };
 
 template <>
 struct ElementOf<DType::float32> {
     using Bits = float;
+    using Pair = float2;
     __device__ static float to_float(float x) { return x; }
+    __device__ static float2 to_floats(float2 pair) { return pair; }
+    __device__ static float2 pair_of(float low, float high) { return make_float2(low, high); }
     __device__ static float from_float(float x) { return x; }
 };
 

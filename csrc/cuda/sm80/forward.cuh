@@ -85,9 +85,12 @@ class ForwardTile {
                 pipeline.leave(tile++);
                 continue;
             }
+            BiasPart<dtype, Scores> bias;
+            if (has_bias())
+                shared_.plan.addend.load_bias(bias, shared_.plan.tile.first + warp_row(), key + warp_key());
             Scores scores;
             multiply_qk(scores, pipeline.k_address(tile));
-            transform(scores, key);
+            transform(scores, key, bias);
             if (sees == Sees::part) mask(scores, key, walk.seen(shared_.plan.warp()));
             if (bad) spoil_rows(scores);
             if (!too_low) next();
@@ -227,7 +230,8 @@ class ForwardTile {
     }
 
     // From dot products to scores; without features the scale is left to exponentiate().
-    __device__ __forceinline__ void transform(Scores& s, Position key) const {
+    __device__ __forceinline__ void transform(Scores& s, Position key,
+                                              const BiasPart<dtype, Scores>& bias) const {
         if constexpr (features != Features::none) {
 #pragma unroll
             for (int r = 0; r < Scores::rows; ++r) {
@@ -240,8 +244,14 @@ class ForwardTile {
                         s.at(r, column), float(distance < 0 ? -distance : distance));
                 }
             }
-            if (has_bias())
-                shared_.plan.addend.add_bias(s, shared_.plan.tile.first + warp_row(), key + warp_key());
+            if (!has_bias()) return;
+#pragma unroll
+            for (int r = 0; r < Scores::rows; ++r)
+#pragma unroll
+                for (int column = 0; column < Scores::columns; ++column) {
+                    const float x = bias.at(r, column);
+                    s.at(r, column) = x == -INFINITY ? -INFINITY : s.at(r, column) + x;
+                }
         }
     }
 

@@ -1,5 +1,6 @@
-// A bias and the bits of an element mask as a warp meets them: at the scores that its fragment covers. They
-// are read from device memory where they are needed; a tile's are read once by each warp.
+// A bias and the bits of an element mask as a warp meets them: at the scores that its fragment covers. A
+// tile's are read from device memory once by each warp: a bias some time before it is needed, the bits where
+// they are needed.
 #pragma once
 
 #include "../../attention/score_matrix.h"
@@ -15,15 +16,29 @@ __device__ __forceinline__ void end_block(bool never) {
     if (never) __trap();
 }
 
+// The bias of a fragment of scores, as it lies in memory.
+template <DType dtype, class Scores>
+struct BiasPart {
+    typename ElementOf<dtype>::Pair pairs[Scores::rows][Scores::column_tiles];
+
+    // In the unit of the scores; -inf hides one.
+    __device__ __forceinline__ float at(int r, int column) const {
+        const float2 pair = ElementOf<dtype>::to_floats(pairs[r][column / 2]);
+        return (column % 2 ? pair.y : pair.x) * float(GpuMath::unit);
+    }
+};
+
 // Of one head. Positions outside the matrix read its last row, and of the bias its last column: what lies
 // there is masked anyway.
 template <DType dtype>
 struct ScoreAddend {
     using Element = ElementOf<dtype>;
+    using Pair = typename Element::Pair;
 
     const typename Element::Bits* bias;  // row 0; nullptr: none
     const uint32_t* visible;             // row 0; nullptr: all
     int bias_stride, visible_stride;     // of rows: a row has fewer than 2^30 keys
+    bool paired;                         // an even column and the next one can be one load
     Position last_query, last_key;
 
     ScoreAddend() = default;
@@ -33,36 +48,41 @@ struct ScoreAddend {
           visible(problem.visible.data ? row_of<const uint32_t>(problem.visible, batch, head, 0) : nullptr),
           bias_stride(int(problem.bias.row_stride)),
           visible_stride(int(problem.visible.row_stride)),
+          paired(reinterpret_cast<uintptr_t>(bias) % sizeof(Pair) == 0 && bias_stride % 2 == 0),
           last_query(Position(problem.seqlen_q) - 1),
           last_key(Position(problem.seqlen_k) - 1) {}
 
-    // In the unit of the scores; -inf hides one.
-    __device__ __forceinline__ float bias_of(Position query, Position key) const {
-        const auto* row = bias + int64_t(min(query, last_query)) * bias_stride;
-        return Element::to_float(row[min(key, last_key)]) * float(GpuMath::unit);
-    }
-
     // By the bias alone. For where it is rarely asked.
     __device__ __forceinline__ bool bias_hides(Position query, Position key) const {
-        return bias && bias_of(query, key) == -INFINITY;
+        return bias &&
+               Element::to_float(bias_row(query)[min(key, last_key)]) * float(GpuMath::unit) == -INFINITY;
     }
 
-    // Adds the bias to the fragment of scores whose corner is (query, key). A hidden score becomes -inf,
-    // whatever it was.
+    // Of the fragment of scores whose corner is (query, key). All loads, or those of a row where each column
+    // takes one, start before the first one is waited for.
     template <class Scores>
-    __device__ __forceinline__ void add_bias(Scores& s, Position query, Position key) const {
+    __device__ __forceinline__ void load_bias(BiasPart<dtype, Scores>& part, Position query,
+                                              Position key) const {
+        const int first = key + Scores::column(0);
+        if (paired && key + 8 * Scores::column_tiles - 1 <= last_key) {
 #pragma unroll
-        for (int r = 0; r < Scores::rows; ++r) {
-            // Opaque: addresses that are kept from tile to tile would be registers.
-            const auto* row =
-                bias + int64_t(min(int(opaque(query)) + Scores::row(r), last_query)) * bias_stride;
-            const int first = int(opaque(key)) + Scores::column(0);
+            for (int r = 0; r < Scores::rows; ++r) {
+                const auto* row = bias_row(query + Scores::row(r)) + first;
 #pragma unroll
-            for (int column = 0; column < Scores::columns; ++column) {
-                const int j = first + column / 2 * 8 + column % 2;
-                const float x = Element::to_float(row[min(j, last_key)]) * float(GpuMath::unit);
-                s.at(r, column) = x == -INFINITY ? -INFINITY : s.at(r, column) + x;
-                if (column % 4 == 3) end_block(query < 0);
+                for (int n = 0; n < Scores::column_tiles; ++n)
+                    part.pairs[r][n] = __ldg(reinterpret_cast<const Pair*>(row + 8 * n));
+            }
+        } else {
+#pragma unroll
+            for (int r = 0; r < Scores::rows; ++r) {
+                const auto* row = bias_row(query + Scores::row(r));
+#pragma unroll
+                for (int n = 0; n < Scores::column_tiles; ++n) {
+                    const int j = first + 8 * n;
+                    part.pairs[r][n] =
+                        Element::pair_of(__ldg(row + min(j, last_key)), __ldg(row + min(j + 1, last_key)));
+                }
+                end_block(query < 0);
             }
         }
     }
@@ -84,6 +104,11 @@ struct ScoreAddend {
                     if (!(bits & 1u << (i / 2 * 8 + i % 2))) hide(r, 2 * n + i);
             }
         }
+    }
+
+  private:
+    __device__ __forceinline__ const typename Element::Bits* bias_row(Position query) const {
+        return bias + int64_t(min(query, last_query)) * bias_stride;
     }
 };
 

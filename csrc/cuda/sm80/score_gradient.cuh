@@ -65,6 +65,12 @@ __device__ __forceinline__ void differentiate(Scores& s, Scores& dp, const RowCo
                                               const Dropout& dropout, const ScoreAddend<dtype>& addend,
                                               const ScorePart& part) {
     const bool drop = features == Features::all && part.dropout;
+    const bool has_bias = features == Features::all && addend.bias;
+    BiasPart<dtype, Fragment<16, 16>> bias;  // of the next 16 x 16 scores; more have no registers
+    const auto load_bias = [&](int m, int n) {
+        if (has_bias) addend.load_bias(bias, part.first_query + m * 16, part.first_key + n * 8);
+    };
+    load_bias(0, 0);
     const float keep_scale = drop ? float(dropout.keep_scale()) : 1.f;
 #pragma unroll
     for (int m = 0; m < Scores::row_tiles; ++m)
@@ -84,11 +90,10 @@ __device__ __forceinline__ void differentiate(Scores& s, Scores& dp, const RowCo
                     const int distance = part.first_query + Scores::row(r) + part.diagonal - part.first_key -
                                          Scores::column(column);
                     float score = transform.score(dot, float(distance < 0 ? -distance : distance));
-                    if (features == Features::all && addend.bias) {
-                        const float bias = addend.bias_of(part.first_query + Scores::row(r),
-                                                          part.first_key + Scores::column(column));
-                        hidden = bias == -INFINITY;
-                        score += bias;
+                    if (has_bias) {
+                        const float addend = bias.at(i / 4, i % 4);
+                        hidden = addend == -INFINITY;
+                        score += addend;
                     }
                     probability = GpuMath::exponential(score - row.lse_log2[r]);
                     if (of == Of::dot_products) derivative = transform.derivative(dot);
@@ -98,6 +103,10 @@ __device__ __forceinline__ void differentiate(Scores& s, Scores& dp, const RowCo
                 if (drop) probability = kept >> i & 1 ? probability * keep_scale : 0;
                 s.at(r, column) = hidden ? 0 : probability;
             }
+            if (n + 2 < Scores::column_tiles)
+                load_bias(m, n + 2);
+            else if (m + 1 < Scores::row_tiles)
+                load_bias(m + 1, 0);
             if constexpr (features == Features::all) end_block(part.first_query < 0);
         }
 }
