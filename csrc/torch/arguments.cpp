@@ -255,8 +255,12 @@ ScoreMatrix Arguments::score_matrix(const char* name, const OptionalTensor& tens
     for (int i = 0; fits && i < 3; ++i) fits = tensor->size(i) == sizes[i] || tensor->size(i) == 1;
     check(fits, name, " has shape ", ShapeOf{*tensor}, "; it must be [1 or ", problem.batch, ", 1 or ",
           problem.heads_q, ", 1 or ", problem.seqlen_q, ", ", columns, "]");
-    const bool kept_as_is =
+    bool kept_as_is =
         (columns <= 1 || tensor->stride(3) == 1) && tensor->stride(2) < int64_t(1) << 31;  // kernels' strides
+    if (dtype == ScalarType::Int) {  // bits are read four words at a time
+        kept_as_is &= reinterpret_cast<uintptr_t>(tensor->data_ptr()) % 16 == 0;
+        for (int i = 0; i < 3; ++i) kept_as_is &= tensor->size(i) == 1 || tensor->stride(i) % 4 == 0;
+    }
     kept_.push_back(kept_as_is ? *tensor : torch::stable::contiguous(*tensor));
     return score_matrix_of(kept_.back());
 }

@@ -290,8 +290,8 @@ class BackwardTile {
                                  problem_.forward.dropout_threshold != 0});
         if (part.bad_queries || bad_keys_) mark_bad(s, dp, head, part, row, column);
         if (part.masked) mask(s, dp, part, row, column);
-        if (part.partial && head.addend.visible)
-            head.addend.template each_hidden<Scores>(
+        if (part.partial && head.addend.visible.rows)
+            head.addend.visible.template each_hidden<Scores>(
                 part.first + row, shared_.tile.first + column,
                 [&](int r, int column) { s.at(r, column) = dp.at(r, column) = 0; });
         if constexpr (drifts) wait(shared_.left, tile % 2 ^ 1);

@@ -109,9 +109,9 @@ class BiasGradientTile {
         differentiate<Features::all, Of::scores>(
             s, dp, constants, transform, dropout, addend,
             {query + row(), key_ + column(), mask.diagonal(), problem.dropout_threshold != 0});
-        if (addend.visible)
-            addend.template each_hidden<Scores>(query + row(), key_ + column(),
-                                                [&](int r, int column) { dp.at(r, column) = 0; });
+        if (addend.visible.rows)
+            addend.visible.template each_hidden<Scores>(query + row(), key_ + column(),
+                                                        [&](int r, int column) { dp.at(r, column) = 0; });
 #pragma unroll
         for (int r = 0; r < Scores::rows; ++r) {
             const Position i = query + row() + Scores::row(r);

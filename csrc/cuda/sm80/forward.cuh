@@ -256,8 +256,8 @@ class ForwardTile {
     }
 
     __device__ __forceinline__ void mask(Scores& s, Position key, Interval seen) const {
-        if (takes_bits && shared_.plan.warp().run.partial && shared_.plan.addend.visible)
-            shared_.plan.addend.template each_hidden<Scores>(
+        if (takes_bits && shared_.plan.warp().run.partial && shared_.plan.addend.visible.rows)
+            shared_.plan.addend.visible.template each_hidden<Scores>(
                 shared_.plan.tile.first + warp_row(), key + warp_key(),
                 [&](int r, int column) { s.at(r, column) = OnlineSoftmax<GpuMath>::minus_infinity(); });
 #pragma unroll

@@ -121,9 +121,9 @@ class QueryGradientTile {
             s, ds, constants, plan.transform, plan.dropout, plan.addend,
             {query, part.first, plan.mask.diagonal(), problem_.forward.dropout_threshold != 0});
         if (part.masked) mask(ds, part, query, bad);
-        if (part.partial && plan.addend.visible)
-            plan.addend.template each_hidden<Scores>(query, part.first,
-                                                     [&](int r, int column) { ds.at(r, column) = 0; });
+        if (part.partial && plan.addend.visible.rows)
+            plan.addend.visible.template each_hidden<Scores>(
+                query, part.first, [&](int r, int column) { ds.at(r, column) = 0; });
     }
 
     // Zero where invisible, NaN where a key that is seen is not finite.

@@ -5,6 +5,7 @@
 
 #include "../../attention/score_matrix.h"
 #include "../any/rows.cuh"
+#include "../any/visible_bits.cuh"
 #include "../tile/fragment.h"
 #include "../tile/gpu_math.h"
 
@@ -36,18 +37,17 @@ struct ScoreAddend {
     using Pair = typename Element::Pair;
 
     const typename Element::Bits* bias;  // row 0; nullptr: none
-    const uint32_t* visible;             // row 0; nullptr: all
-    int bias_stride, visible_stride;     // of rows: a row has fewer than 2^30 keys
-    bool paired;                         // an even column and the next one can be one load
+    VisibleBits visible;
+    int bias_stride;  // of rows: a row has fewer than 2^30 keys
+    bool paired;      // an even column and the next one can be one load
     Position last_query, last_key;
 
     ScoreAddend() = default;
     __device__ ScoreAddend(const ForwardProblem& problem, int64_t batch, int64_t head)
         : bias(problem.bias.data ? row_of<const typename Element::Bits>(problem.bias, batch, head, 0)
                                  : nullptr),
-          visible(problem.visible.data ? row_of<const uint32_t>(problem.visible, batch, head, 0) : nullptr),
+          visible(problem, batch, head),
           bias_stride(int(problem.bias.row_stride)),
-          visible_stride(int(problem.visible.row_stride)),
           paired(reinterpret_cast<uintptr_t>(bias) % sizeof(Pair) == 0 && bias_stride % 2 == 0),
           last_query(Position(problem.seqlen_q) - 1),
           last_key(Position(problem.seqlen_k) - 1) {}
@@ -83,25 +83,6 @@ struct ScoreAddend {
                         Element::pair_of(__ldg(row + min(j, last_key)), __ldg(row + min(j + 1, last_key)));
                 }
                 end_block(query < 0);
-            }
-        }
-    }
-
-    // Calls hide(r, column) for what the bits hide of the fragment; key is a multiple of its width, or of 32.
-    template <class Scores, class Hide>
-    __device__ __forceinline__ void each_hidden(Position query, Position key, const Hide& hide) const {
-        constexpr int in_word = Scores::column_tiles < 4 ? Scores::column_tiles : 4;  // 8 keys each
-        static_assert(Scores::column_tiles % in_word == 0);
-#pragma unroll
-        for (int r = 0; r < Scores::rows; ++r) {
-            const int row = min(int(opaque(query)) + Scores::row(r), last_query);
-            const uint32_t* words = visible + int64_t(row) * visible_stride + key / 32;
-#pragma unroll
-            for (int n = 0; n < Scores::column_tiles; n += in_word) {
-                const uint32_t bits = words[n / 4] >> (key % 32 + lane_index() % 4 * 2);
-#pragma unroll
-                for (int i = 0; i < 2 * in_word; ++i)
-                    if (!(bits & 1u << (i / 2 * 8 + i % 2))) hide(r, 2 * n + i);
             }
         }
     }

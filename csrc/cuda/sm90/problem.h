@@ -31,10 +31,6 @@ inline const char* lacks(const ForwardProblem& problem) {
     if (problem.dropout_threshold || problem.bias.data) return "it has no dropout and no biases";
     if (problem.softcap != 0 || problem.alibi_slopes || !(problem.softmax_scale > 0))
         return "it has no softcap, no ALiBi, and no negative scale";
-    const ScoreMatrix& bits = problem.visible;
-    if (reinterpret_cast<uintptr_t>(bits.data) % 16 != 0 ||
-        (bits.batch_stride | bits.head_stride | bits.row_stride) % 4 != 0)
-        return "rows of the mask's bits are not aligned to 16 bytes";
     return nullptr;
 }
 
