@@ -178,6 +178,19 @@ def test_no_more_padding_than_needed(capability):
                 assert not wide_enough or wide_enough[0] == min(wide_enough), (which, dtype, head_dim)
 
 
+@pytest.mark.skipif(not KERNELS or not runs_on(90), reason="this build is not for 9.0")
+@pytest.mark.parametrize("which", PASSES)
+def test_what_hoppers_own_refuse_goes_to_no_wider_tile(which):
+    """Few keys or queries, maps of small blocks: to the portable kernel of the same head dim."""
+    problems = [{"window_right": 0}, {"seqlen_q": 200, "seqlen_k": 200, "window_right": 0},
+                {"seqlen_q": 1100, "seqlen_k": 1100, "batch": 1, "heads": 8}, {"block_size": (64, 64)},
+                {"block_size": (96, 128)}, {"softcap": 3.0}]
+    for head_dim in (64, 128, 192, 256):
+        for given in problems:
+            name = _C.plan(sizes(head_dim=head_dim, **given), chip(90))[which]["configuration"]
+            assert f"_d{head_dim}_" in name, (head_dim, given, name)
+
+
 def efficiency(blocks, multiprocessors):
     """Share of the device that works, over all waves of blocks."""
     return blocks / multiprocessors / -(-blocks // multiprocessors)
