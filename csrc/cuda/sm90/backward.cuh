@@ -66,6 +66,11 @@ class BackwardConsumer {
     using Part = Fragment<16, kPart>;
     using Operand = RegisterOperand<dtype, 16, kPart>;
     using Gradient = Fragment<16, c.head_dim>;
+    // The mask's bits of the warp's 16 keys, which are in one word of a query's: each lane has the words of
+    // two of 64 queries.
+    struct Words {
+        uint32_t of[kParts][2];
+    };
     using Dq = sm90::Dq<dtype, c>;
     // As the copies leave them.
     using KeyTile = TileLayout<c.key_tile, c.head_dim, 2, kPanel>;
@@ -158,12 +163,14 @@ class BackwardConsumer {
             const bool last = note.last;
             float* const sums = note.dq;
             Operand p[kParts], ds[kParts];
+            Words words{};
+            if (note.bits) words = words_of(note);  // on their way while S is waited for
             await_turn();
             wgmma_wait<1>();
             keep(registers_of(s));
 #pragma unroll
             for (int part = 0; part < kParts; ++part) {
-                exponentiate(part_of(s, part), note, n, part);
+                exponentiate(part_of(s, part), note, words, n, part);
                 if (part > 0) continue;
                 p[0] = Operand(part_of(s, 0));
                 wgmma_fence();
@@ -247,7 +254,8 @@ class BackwardConsumer {
     }
 
     // s: dot products on entry, P on return.
-    __device__ __forceinline__ void exponentiate(Part& s, const QueryNote& note, uint32_t n, int part) const {
+    __device__ __forceinline__ void exponentiate(Part& s, const QueryNote& note, const Words& words,
+                                                 uint32_t n, int part) const {
         each_pair(shared_.lse[n % c.stages] + part * kPart, [&](int tile, float2 lse) {
             float (&x)[4] = s.value[0][tile];
             x[0] = GpuMath::exponential(x[0] * score_unit_ - lse.x);
@@ -255,7 +263,7 @@ class BackwardConsumer {
             x[2] = GpuMath::exponential(x[2] * score_unit_ - lse.x);
             x[3] = GpuMath::exponential(x[3] * score_unit_ - lse.y);
         });
-        if (note.masked) mask(s, note, n, part, note.bits ? visible(note, part) : ~0u);
+        if (note.masked) mask(s, note, n, part, note.bits ? visible(words.of[part]) : ~0u);
     }
 
     // dp: dO V^T on entry, dS on return; it lacks the factor softmax_scale, which the sums get.
@@ -283,22 +291,29 @@ class BackwardConsumer {
         }
     }
 
+    __device__ __forceinline__ Words words_of(const QueryNote& note) const {
+        const ForwardProblem& problem = problem_.forward;
+        const Position key = min(shared_.plan.tile.first + warp_row(), Position(problem.rows_k) - 1);
+        const uint32_t* const word = note.bits + key / 32;
+        Words words;
+#pragma unroll
+        for (int i = 0; i < 2 * kParts; ++i) {
+            const Position query = min(note.first + i * 32 + lane_index(), Position(problem.rows_q) - 1);
+            words.of[i / 2][i % 2] = word[query * problem.visible.row_stride];
+        }
+        return words;
+    }
+
     // A bit for each of a lane's scores, those of a row together.
     static_assert(Part::rows * Part::columns == 32);
-    __device__ __forceinline__ uint32_t visible(const QueryNote& note, int part) const {
-        const ForwardProblem& problem = problem_.forward;
-        const Position key = shared_.plan.tile.first + warp_row() + Part::row(0),
-                       last_key = problem.rows_k - 1;
-        // Both of a lane's keys are among the same 32.
-        const uint32_t* const word = note.bits + min(key, last_key) / 32;
+    __device__ __forceinline__ uint32_t visible(const uint32_t (&words)[2]) const {
+        const int key = (shared_.plan.tile.first + warp_row() + Part::row(0)) % 32;
         uint32_t shown = 0;
-#pragma unroll 4  // all at once are registers that there are not
+#pragma unroll
         for (int column = 0; column < Part::columns; ++column) {
-            const Position query = note.first + part * kPart + Part::column(column);
-            const uint32_t bits =
-                word[int64_t(min(query, Position(problem.rows_q) - 1)) * problem.visible.row_stride] >>
-                key % 32;
-            shown |= (bits & 1) << column | (bits >> 8 & 1) << (Part::columns + column);
+            const uint32_t word =
+                __shfl_sync(0xffffffff, words[column / 2 * 8 / 32], Part::column(column) % 32) >> key;
+            shown |= (word & 1) << column | (word >> 8 & 1) << (Part::columns + column);
         }
         return shown;
     }
