@@ -46,7 +46,7 @@ def test_masks(dtype, head_dim, features, which):
 
 @pytest.mark.parametrize("heads_k", [1, 2])
 def test_mask_of_grouped_heads(heads_k):
-    """With heads that share it, and with one for each query head, which Hopper's backward leaves to others."""
+    """Shared by all heads, and one for each query head; the latter Hopper's backward leaves to sm80."""
     for heads in (1, 4):
         mask = masks(heads)["half"].to(DEVICE)
         case = Case(torch.bfloat16, 2, SEQLEN_Q, SEQLEN_K, 4, heads_k, 64, device=DEVICE)
