@@ -318,20 +318,23 @@ cudaError_t cudaDriverGetVersion(int* version) {
     return cudaSuccess;
 }
 // What the emulated copies understand: see ptx/tma.h.
-static CUresult encode(CUtensorMap* map, CUtensorMapDataType, cuuint32_t rank, void* data,
+static CUresult encode(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank, void* data,
                        const cuuint64_t* extents, const cuuint64_t* strides, const cuuint32_t* box,
                        const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle swizzle,
                        CUtensorMapL2promotion, CUtensorMapFloatOOBfill) {
-    emulator::TensorMap mine{static_cast<const char*>(data), {}, {2}, {}};
-    bool fits =
-        rank == 4 && swizzle == CU_TENSOR_MAP_SWIZZLE_128B && reinterpret_cast<uintptr_t>(data) % 16 == 0;
+    const int element_bytes = type == CU_TENSOR_MAP_DATA_TYPE_FLOAT32 ? 4 : 2;
+    emulator::TensorMap mine{static_cast<const char*>(data), {}, {element_bytes}, {},
+                             swizzle == CU_TENSOR_MAP_SWIZZLE_128B};
+    bool fits = rank == 4 && reinterpret_cast<uintptr_t>(data) % 16 == 0 &&
+                (mine.swizzled || swizzle == CU_TENSOR_MAP_SWIZZLE_NONE);
     for (int i = 0; i < 4; ++i) {
         mine.extents[i] = int64_t(extents[i]);
         mine.box[i] = int(box[i]);
         if (i) mine.strides[i] = int64_t(strides[i - 1]);
         fits = fits && extents[i] > 0 && box[i] > 0 && box[i] <= 256 && (i == 0 || strides[i - 1] % 16 == 0);
     }
-    if (!fits || mine.box[0] * 2 > 128) return CUDA_ERROR_INVALID_VALUE;
+    if (!fits || mine.box[0] * element_bytes % 16 || (mine.swizzled && mine.box[0] * element_bytes > 128))
+        return CUDA_ERROR_INVALID_VALUE;
     static_assert(sizeof(mine) <= sizeof(*map));
     std::memcpy(map, &mine, sizeof(mine));
     return CUDA_SUCCESS;

@@ -119,11 +119,12 @@ struct Mbarrier {
 };
 static_assert(sizeof(Mbarrier) == 8);
 
-// A tensor map: bytes of strides, elements of 2 bytes.
+// A tensor map: strides in bytes, the innermost one is an element.
 struct TensorMap {
     const char* data;
     int64_t extents[4], strides[4];
     int box[4];
+    bool swizzled;  // in rows of 128 bytes
 };
 
 }  // namespace emulator

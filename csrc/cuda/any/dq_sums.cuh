@@ -55,17 +55,21 @@ class DqSums {
         sums_ = reinterpret_cast<float*>(static_cast<char*>(workspace) + counter_bytes());
     }
 
+    int64_t tiles() const { return units_ * unit_tiles_.divisor; }
     // How many tiles the walk leaves to finish_dq.
-    int64_t unfinished_tiles() const { return in_walk_ ? 0 : units_ * unit_tiles_.divisor; }
+    int64_t unfinished_tiles() const { return in_walk_ ? 0 : tiles(); }
 
     __device__ __forceinline__ bool exist() const { return sums_ != nullptr; }
 
-    // Of a unit's tile; of the first tile of a batch entry in the unit's i-th query head.
     __device__ __forceinline__ float* of_tile(uint32_t unit, uint32_t tile) const {
         return sums_ + (places_.remainder(unit) * int64_t(unit_tiles_.divisor) + tile) * tile_elements_;
     }
+    // The first tile of a batch entry in the unit's i-th query head.
+    __device__ __forceinline__ uint32_t first_tile(int i, int64_t batch) const {
+        return i * queries_.tiles() + queries_.first_tile(batch);
+    }
     __device__ __forceinline__ float* of_head(uint32_t unit, int i, int64_t batch) const {
-        return of_tile(unit, i * queries_.tiles() + queries_.first_tile(batch));
+        return of_tile(unit, first_tile(i, batch));
     }
 
     // How many tiles a unit has, and which queries a tile holds.

@@ -23,8 +23,9 @@ __global__ void __launch_bounds__(kConfiguration.threads, 1)
     attention_backward(const __grid_constant__ BackwardProblem problem,
                        const __grid_constant__ BackwardMaps maps,
                        const __grid_constant__ RowStatistics lse_log2,
+                       const __grid_constant__ RowStatistics delta,
                        const __grid_constant__ RowTiling tiling, const __grid_constant__ DqSums dq_sums,
-                       const __grid_constant__ float score_unit) {
+                       uint32_t* turns, const __grid_constant__ float score_unit) {
     extern __shared__ __align__(1024) char memory[];
     Shared& shared = *reinterpret_cast<Shared*>(memory);
     if (threadIdx.x == 0) {
@@ -37,8 +38,14 @@ __global__ void __launch_bounds__(kConfiguration.threads, 1)
     __syncthreads();
     if (threadIdx.x >= kConfiguration.consumers) {
         shrink_registers<kProducerRegisters>();
-        if (threadIdx.x / 32 == kConfiguration.consumers / 32)
-            BackwardProducer<kDType, kConfiguration>(problem, maps, lse_log2, dq_sums, shared).run();
+        const int warp = int(threadIdx.x - kConfiguration.consumers) / 32;
+        BackwardProducer<kDType, kConfiguration> producer(problem, maps, lse_log2, delta, dq_sums, shared);
+        if (warp < kConfiguration.warpgroups)
+            add_dqs<kDType, kConfiguration>(dq_sums, turns, shared, warp);
+        else if (warp == kConfiguration.warpgroups)
+            producer.template run<false>();
+        else
+            producer.template run<true>();
     } else {
         grow_registers<kConsumerRegisters>();
         BackwardConsumer<kDType, kConfiguration>(problem, dq_sums, shared, score_unit).run();
@@ -53,9 +60,9 @@ __global__ void __launch_bounds__(kConfiguration.consumers)
 
 const char* why_not(const BackwardProblem& whole, const Device&) {
     const ForwardProblem& problem = whole.forward;
-    if (problem.deterministic) return "it adds dQ up in no fixed order";
     if (const char* lack = lacks(problem)) return lack;
     const BlockLists& lists = problem.query_blocks;
+    if (lists.counts && problem.deterministic) return "with a map of blocks it adds dQ up in no fixed order";
     if (lists.counts &&
         (lists.column_block % kConfiguration.query_tile != 0 || lists.row_block < kConfiguration.key_tile))
         return "the map's blocks are too small for its tiles, or no multiples of them";
@@ -80,37 +87,56 @@ DqSums dq_sums_of(const ForwardProblem& problem, const RowTiling& keys, const De
                   float(problem.softmax_scale));
 }
 
-int64_t lse_bytes(const ForwardProblem& problem) {
+// lse in log 2 and delta, laid out for copies: from one head's numbers to the next's is a multiple of 16 bytes.
+RowStatistics statistics_at(const ForwardProblem& problem, void* data) {
+    const int64_t rows = (problem.rows_q + 3) / 4 * 4;
+    return {data, problem.cu_seqlens_q ? 0 : rows * problem.heads_q, rows};
+}
+int64_t statistics_bytes(const ForwardProblem& problem) {
+    const RowStatistics layout = statistics_at(problem, nullptr);
     const int64_t batches = problem.cu_seqlens_q ? 1 : problem.batch;
-    return (batches * problem.heads_q * problem.rows_q * int64_t(sizeof(float)) + 255) / 256 * 256;
+    return (batches * problem.heads_q * layout.head_stride * int64_t(sizeof(float)) + 255) / 256 * 256;
 }
 
-// lse in log 2, then the sums of dQ.
+int64_t turns_bytes(const ForwardProblem& problem, const DqSums& dq_sums) {
+    const int64_t bytes = dq_sums.tiles() * kConfiguration.warpgroups * int64_t(sizeof(uint32_t));
+    return problem.deterministic ? (bytes + 255) / 256 * 256 : 0;
+}
+
+// lse in log 2, delta, turns, then the sums of dQ.
 int64_t workspace_bytes(const BackwardProblem& problem, const Device& device) {
-    return lse_bytes(problem.forward) +
-           dq_sums_of(problem.forward, key_tiling(problem.forward, device), device).bytes();
+    const ForwardProblem& forward = problem.forward;
+    const DqSums dq_sums = dq_sums_of(forward, key_tiling(forward, device), device);
+    return 2 * statistics_bytes(forward) + turns_bytes(forward, dq_sums) + dq_sums.bytes();
 }
 
 void launch(const BackwardProblem& problem, const Launch& launch) {
     const ForwardProblem& forward = problem.forward;
-    RowStatistics lse_log2 = problem.delta;
-    lse_log2.data = launch.workspace;
-    compute_delta(problem, lse_log2, launch);
+    char* const workspace = static_cast<char*>(launch.workspace);
+    const int64_t bytes = statistics_bytes(forward);
+    const RowStatistics lse_log2 = statistics_at(forward, workspace),
+                        delta = statistics_at(forward, workspace + bytes);
+    BackwardProblem mine = problem;
+    mine.delta = delta;
+    compute_delta(mine, lse_log2, launch);
     const RowTiling keys = key_tiling(forward, launch.device);
     DqSums dq_sums = dq_sums_of(forward, keys, launch.device);
-    void* const sums = static_cast<char*>(launch.workspace) + lse_bytes(forward);
-    check(cudaMemsetAsync(sums, 0, dq_sums.bytes(), static_cast<cudaStream_t>(launch.stream)),
+    char* const turns = workspace + 2 * bytes;
+    const int64_t before_sums = turns_bytes(forward, dq_sums);
+    check(cudaMemsetAsync(turns, 0, before_sums + dq_sums.bytes(), static_cast<cudaStream_t>(launch.stream)),
           FLASH_KERNEL_NAME);
-    dq_sums.lie_at(sums);
+    dq_sums.lie_at(turns + before_sums);
     constexpr int query_tile = kConfiguration.query_tile, key_tile = kConfiguration.key_tile;
     const BackwardMaps maps{
         tensor_map(queries_of(forward, forward.q, forward.head_dim), kDType, query_tile),
         tensor_map(queries_of(forward, problem.dout, forward.head_dim_v), kDType, query_tile),
         tensor_map(keys_of(forward, forward.k, forward.head_dim), kDType, key_tile),
-        tensor_map(keys_of(forward, forward.v, forward.head_dim_v), kDType, key_tile)};
+        tensor_map(keys_of(forward, forward.v, forward.head_dim_v), kDType, key_tile),
+        tensor_map(lse_log2, forward, query_tile),
+        tensor_map(delta, forward, query_tile)};
     launch_kernel(FLASH_KERNEL_NAME, attention_backward, keys.count(), kConfiguration.threads, sizeof(Shared),
-                  launch, problem, maps, lse_log2, keys, dq_sums,
-                  float(forward.softmax_scale * GpuMath::unit));
+                  launch, problem, maps, lse_log2, delta, keys, dq_sums,
+                  before_sums ? reinterpret_cast<uint32_t*>(turns) : nullptr, float(forward.softmax_scale * GpuMath::unit));
     launch_kernel(FLASH_KERNEL_NAME, finish_dq, dq_sums.unfinished_tiles(), kConfiguration.consumers,
                   query_tile * kConfiguration.head_dim * 2, launch, problem, dq_sums);
 }

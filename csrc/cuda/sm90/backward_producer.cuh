@@ -1,11 +1,10 @@
-// The warp that copies: keys and values once, then every tile of queries that sees some of them, of each
-// query head of the group, with its dO, lse and delta. What is not finite it keeps from the products where a
+// Two warps that copy: keys and values once, then every tile of queries that sees some of them, of each query
+// head of the group, with its dO, lse and delta. What is not finite it keeps from the products where a
 // mask could not (finite.cuh), so that the others never wait for that.
 #pragma once
 
 #include "../../attention/score_matrix.h"
 #include "../any/finite.cuh"
-#include "../ptx/cp_async.h"
 #include "../ptx/tma.h"
 #include "backward_plan.cuh"
 #include "load_rows.cuh"
@@ -15,53 +14,83 @@ namespace flash::cuda::sm90 {
 
 struct BackwardMaps {
     CUtensorMap q, dout, k, v;
+    CUtensorMap lse, delta;  // a row each
 };
 
 template <DType dtype, BackwardConfiguration c>
 class BackwardProducer {
   public:
+    // The statistics are those that the maps describe.
     __device__ BackwardProducer(const BackwardProblem& problem, const BackwardMaps& maps,
-                                const RowStatistics& lse_log2, const DqSums& dq_sums,
-                                BackwardShared<c>& shared)
-        : problem_(problem), maps_(maps), lse_log2_(lse_log2), dq_sums_(dq_sums), shared_(shared) {}
+                                const RowStatistics& lse_log2, const RowStatistics& delta,
+                                const DqSums& dq_sums, BackwardShared<c>& shared)
+        : problem_(problem),
+          maps_(maps),
+          lse_log2_(lse_log2),
+          delta_(delta),
+          dq_sums_(dq_sums),
+          shared_(shared) {}
 
-    // The whole warp.
+    // The whole warp: the tiles that are masked, or all others, so that few registers suffice for those. What
+    // a warp reads in shared memory or spills it waits for as long as products do; of tiles that are not
+    // masked it should read the barrier alone.
+    template <bool kMasked>
     __device__ void run() {
         BackwardPlan& plan = shared_.plan;
         if (!plan.has_queries) return;
-        if (lane_index() == 0) load_keys(shared_.k, maps_.k, shared_address(&shared_.k_full));
+        const bool first_lane = lane_index() == 0, partial = plan.partial;
+        const int first_row = int(plan.tile.sequence.first_query_row), group = plan.tile.group;
+        const int batch = tensor_batch(problem_.forward.cu_seqlens_q, plan.tile);
+        if (!kMasked && first_lane) load_keys(shared_.k, maps_.k, shared_address(&shared_.k_full));
+        uint32_t stage = 0, free = 1;  // the parity of the stage's last use
+        uint32_t handed = 0;           // the same of each stage as the one warp hands it to the other
         uint32_t n = 0;
 #pragma unroll 1
-        for (int i = 0; i < plan.tile.group; ++i) {
+        for (int i = 0; i < group; ++i) {
+            const int head = int(plan.tile.head) * group + i;
+            SchedulePlace& place = plan.walks[kMasked];
             __syncwarp();  // all lanes have seen that the last head's walk ended
-            TileWalk<c.query_tile> walk(plan.walk, plan.start);
+            TileWalk<c.query_tile> walk(place, plan.start);
 #pragma unroll 1
-            for (; walk.more(); ++n) {
-                const int row = int(plan.tile.sequence.first_query_row) + walk.first();
-                const int head = int(plan.tile.head) * plan.tile.group + i;
-                const bool masked = walk.masked() || plan.partial, bad = masked && may_be_bad(row, head);
-                mbarrier_wait(in_ring(shared_.q_empty, n), parity(shared_.q_empty, n) ^ 1);
-                mbarrier_wait(in_ring(shared_.dout_empty, n), parity(shared_.dout_empty, n) ^ 1);
-                __syncwarp();
-                copy(n, bad, row, head);
-                // While the copies are on their way.
-                QueryNote& note = shared_.notes[n % c.stages];
-                if (lane_index() == 0) {
-                    note.dq = dq_sums_.of_head(plan.place.head, i, plan.tile.batch) +
-                              int64_t(walk.first()) * c.head_dim;
-                    note.first = walk.first();
-                    note.seen = walk.seen(plan.walk);
-                    note.masked = masked, note.bad = bad;
-                    note.bits = bits_of(plan.walk.run.partial, head);
+            while (walk.more()) {
+                const Position first = walk.first();
+                const bool masked = walk.masked() || partial;
+                bool bad = false;
+                if constexpr (!kMasked) {
+                    mbarrier_wait(shared_address(&shared_.empty[stage]), free);
+                    if (masked && first_lane) mbarrier_arrive(shared_address(&shared_.masked[stage]));
                 }
-                copy_statistics(int(n % c.stages), row, head);
-                walk.advance(plan.walk);
-                if (lane_index() == 0) {
-                    note.last = !walk.more() && i + 1 == plan.tile.group;
+                if (masked == kMasked) {
+                    QueryNote& note = shared_.notes[stage];
+                    if constexpr (kMasked) {
+                        mbarrier_wait(shared_address(&shared_.masked[stage]), handed >> stage & 1);
+                        handed ^= 1 << stage;
+                    }
+                    if constexpr (kMasked) {
+                        bad = may_be_bad(first_row + first, head);
+                        if (first_lane) {
+                            note.seen = walk.seen(place);
+                            note.bits = bits_of(place.run.partial, head);
+                        }
+                        if (bad) copy_finite(stage, first_row + first, head, batch);
+                        __syncwarp();
+                    }
+                    if (first_lane) {
+                        copy(stage, !bad, n == 0, first_row + first, head, batch);
+                        note.first = first;
+                    }
+                }
+                walk.advance(place);
+                if (masked == kMasked && first_lane) {
+                    const bool last = !walk.more() && i + 1 == group;
+                    shared_.notes[stage].flags = (kMasked ? QueryNote::masked : 0) |
+                                                 (last ? QueryNote::last : 0) | (bad ? QueryNote::bad : 0);
+                    shared_.dq_notes[n % kDqNotes] = {first, i, last};
                     if (n == 0) dq_sums_.wait_for_place(plan.place.head);
-                    mbarrier_arrive(in_ring(shared_.q_full, n));
+                    mbarrier_arrive(shared_address(&shared_.q_full[stage]));
                 }
-                mbarrier_arrive_behind_copies(in_ring(shared_.q_full, n));
+                ++n;
+                if (++stage == c.stages) stage = 0, free ^= 1;
             }
         }
     }
@@ -80,43 +109,26 @@ class BackwardProducer {
     }
 
     __device__ __forceinline__ void load_queries(const char* to, const CUtensorMap& map, uint32_t barrier,
-                                                 int row, int head) const {
-        load_rows<c.query_tile, c.query_tile, c.head_dim>(
-            to, map, barrier, row, head, tensor_batch(problem_.forward.cu_seqlens_q, shared_.plan.tile));
+                                                 int row, int head, int batch) const {
+        load_rows<c.query_tile, c.query_tile, c.head_dim>(to, map, barrier, row, head, batch);
     }
 
-    // dO's barrier is told that this is all, Q's is not yet.
-    __device__ __forceinline__ void copy(uint32_t n, bool bad, int row, int head) {
-        const int stage = int(n % c.stages);
-        const uint32_t q_full = in_ring(shared_.q_full, n), dout_full = in_ring(shared_.dout_full, n);
-        if (bad)
-            copy_finite(stage, row, head);
-        else if (lane_index() == 0) {
-            load_queries(shared_.q[stage], maps_.q, q_full, row, head);
-            if (n == 0) load_keys(shared_.v, maps_.v, shared_address(&shared_.v_full));
-            load_queries(shared_.dout[stage], maps_.dout, dout_full, row, head);
-        }
-        if (lane_index() == 0) {
-            if (bad && n == 0) load_keys(shared_.v, maps_.v, shared_address(&shared_.v_full));
-            mbarrier_arrive(dout_full);
-        }
+    // By one thread. rows: Q and dO themselves, too. dO's barrier is told that this is all, Q's is not yet.
+    __device__ __forceinline__ void copy(uint32_t stage, bool rows, bool start, int row, int head,
+                                         int batch) const {
+        const uint32_t q_full = shared_address(&shared_.q_full[stage]),
+                       dout_full = shared_address(&shared_.dout_full[stage]);
+        if (rows) load_queries(shared_.q[stage], maps_.q, q_full, row, head, batch);
+        mbarrier_expect(q_full, 2 * int(sizeof shared_.lse[0]));
+        tma_load(shared_address(shared_.lse[stage]), &maps_.lse, q_full, row, 0, head, batch);
+        tma_load(shared_address(shared_.delta[stage]), &maps_.delta, q_full, row, 0, head, batch);
+        if (start) load_keys(shared_.v, maps_.v, shared_address(&shared_.v_full));
+        if (rows) load_queries(shared_.dout[stage], maps_.dout, dout_full, row, head, batch);
+        mbarrier_arrive(dout_full);
     }
 
-    __device__ __forceinline__ const float* statistics(const RowStatistics& of, int row, int head) const {
-        return statistics_of<const float>(of, shared_.plan.tile.batch, row, head);
-    }
     // Of all rows that are copied, also those of a neighbouring sequence.
     __device__ __forceinline__ bool exists(int row) const { return row < problem_.forward.rows_q; }
-
-    __device__ __forceinline__ void copy_statistics(int stage, int row, int head) const {
-        copy_statistics(shared_.lse[stage], statistics(lse_log2_, row, head), row);
-        copy_statistics(shared_.delta[stage], statistics(problem_.delta, row, head), row);
-    }
-    __device__ __forceinline__ void copy_statistics(const float* to, const float* from, int row) const {
-#pragma unroll 1
-        for (int i = lane_index(); i < c.query_tile; i += 32)
-            cp_async_4(shared_address(to + i), from + (exists(row + i) ? i : 0), exists(row + i));
-    }
 
     __device__ __forceinline__ const uint32_t* bits_of(bool partial, int head) const {
         const ScoreMatrix& visible = problem_.forward.visible;
@@ -126,20 +138,21 @@ class BackwardProducer {
 
     // A row of Q or dO that is not finite leaves its mark on lse or delta.
     __device__ __forceinline__ bool may_be_bad(int row, int head) const {
+        const int64_t batch = shared_.plan.tile.batch;
         bool bad = false;
 #pragma unroll 1
         for (int i = lane_index(); i < c.query_tile && exists(row + i); i += 32)
-            bad |= !(fabsf(*statistics(lse_log2_, row + i, head)) +
-                         fabsf(*statistics(problem_.delta, row + i, head)) <
+            bad |= !(fabsf(*statistics_of<const float>(lse_log2_, batch, row + i, head)) +
+                         fabsf(*statistics_of<const float>(delta_, batch, row + i, head)) <
                      INFINITY);
         return __any_sync(0xffffffff, bad);
     }
 
-    __device__ __forceinline__ void copy_finite(int stage, int row, int head) {
+    __device__ __forceinline__ void copy_finite(uint32_t stage, int row, int head, int batch) {
         const uint32_t landed = shared_address(&shared_.landed);
         if (lane_index() == 0) {
-            load_queries(shared_.q[stage], maps_.q, landed, row, head);
-            load_queries(shared_.dout[stage], maps_.dout, landed, row, head);
+            load_queries(shared_.q[stage], maps_.q, landed, row, head, batch);
+            load_queries(shared_.dout[stage], maps_.dout, landed, row, head, batch);
             mbarrier_arrive(landed);
         }
         uint32_t (&bad)[(c.query_tile + 31) / 32] = shared_.bad_queries[stage];
@@ -154,7 +167,7 @@ class BackwardProducer {
 
     const BackwardProblem& problem_;
     const BackwardMaps& maps_;
-    const RowStatistics& lse_log2_;
+    const RowStatistics &lse_log2_, &delta_;
     const DqSums& dq_sums_;
     Shared& shared_;
     uint32_t landed_ = 0;  // tiles that were looked at

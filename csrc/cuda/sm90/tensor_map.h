@@ -1,4 +1,4 @@
-// Tensor maps of q, k and v for the tensor memory accelerator (ptx/tma.h): made on the host at every launch,
+// Tensor maps of what the tensor memory accelerator copies (ptx/tma.h): made on the host at every launch,
 // which takes no word of the driver's but the encoding. The driver's function is looked up, not linked.
 #pragma once
 
@@ -29,8 +29,16 @@ inline bool fits_tensor_map(const Rows& rows, int64_t bytes) {
            fits(rows.heads, rows.view.head_stride);
 }
 
-// Boxes are kPanel elements of box_rows rows of one head, swizzled as TileLayout's panels.
-inline CUtensorMap tensor_map(const Rows& rows, DType dtype, int box_rows) {
+// A tensor of four axes, the innermost one contiguous; strides, of the others, and boxes in elements.
+struct MapShape {
+    CUtensorMapDataType type;
+    int64_t element_bytes;
+    int64_t extents[4], strides[3];
+    int box[2];  // of the two innermost axes
+    CUtensorMapSwizzle swizzle;
+};
+
+inline CUtensorMap encoded(void* data, const MapShape& shape) {
     using Encode = decltype(&cuTensorMapEncodeTiled);
     static const Encode encode = [] {
         void* function = nullptr;
@@ -47,25 +55,43 @@ inline CUtensorMap tensor_map(const Rows& rows, DType dtype, int box_rows) {
             throw std::runtime_error("flash_attn: this driver has no cuTensorMapEncodeTiled");
         return reinterpret_cast<Encode>(function);
     }();
-    const cuuint64_t bytes = element_bytes(dtype);
-    const auto stride = [&](int64_t extent, int64_t elements) {
-        return extent == 1 ? cuuint64_t(16) : cuuint64_t(elements) * bytes;
-    };
-    const cuuint64_t extents[] = {cuuint64_t(rows.head_dim), cuuint64_t(rows.rows), cuuint64_t(rows.heads),
-                                  cuuint64_t(rows.batch)};
-    const cuuint64_t strides[] = {stride(rows.rows, rows.view.row_stride),
-                                  stride(rows.heads, rows.view.head_stride),
-                                  stride(rows.batch, rows.view.batch_stride)};
-    const cuuint32_t box[] = {kPanel, cuuint32_t(box_rows), 1, 1}, steps[] = {1, 1, 1, 1};
+    cuuint64_t extents[4], strides[3];
+    for (int i = 0; i < 4; ++i) extents[i] = cuuint64_t(shape.extents[i]);
+    for (int i = 0; i < 3; ++i)  // where there is nothing to stride over, anything that is allowed
+        strides[i] = shape.extents[i + 1] == 1 ? 16 : cuuint64_t(shape.strides[i] * shape.element_bytes);
+    const cuuint32_t box[] = {cuuint32_t(shape.box[0]), cuuint32_t(shape.box[1]), 1, 1},
+                     steps[] = {1, 1, 1, 1};
     CUtensorMap map;
-    const CUresult result = encode(
-        &map, dtype == DType::bfloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-        4, rows.view.data, extents, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-        CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    const CUresult result =
+        encode(&map, shape.type, 4, data, extents, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+               shape.swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     if (result != CUDA_SUCCESS)
         throw std::runtime_error("flash_attn: cuTensorMapEncodeTiled reports error " +
                                  std::to_string(int(result)));
     return map;
+}
+
+// Boxes are kPanel elements of box_rows rows of one head, swizzled as TileLayout's panels.
+inline CUtensorMap tensor_map(const Rows& rows, DType dtype, int box_rows) {
+    return encoded(rows.view.data,
+                   {dtype == DType::bfloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                             : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+                    element_bytes(dtype),
+                    {rows.head_dim, rows.rows, rows.heads, rows.batch},
+                    {rows.view.row_stride, rows.view.head_stride, rows.view.batch_stride},
+                    {kPanel, box_rows},
+                    CU_TENSOR_MAP_SWIZZLE_128B});
+}
+
+// Of the problem's queries: boxes are box_rows numbers of one head.
+inline CUtensorMap tensor_map(const RowStatistics& statistics, const ForwardProblem& problem, int box_rows) {
+    return encoded(statistics.data,
+                   {CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
+                    sizeof(float),
+                    {problem.rows_q, 1, problem.heads_q, problem.cu_seqlens_q ? 1 : problem.batch},
+                    {0, statistics.head_stride, statistics.batch_stride},
+                    {box_rows, 1},
+                    CU_TENSOR_MAP_SWIZZLE_NONE});
 }
 
 }  // namespace flash::cuda::sm90

@@ -7,8 +7,8 @@ inline void tma_prefetch_map(const CUtensorMap*) {}
 inline void tma_load(uint32_t shared, const CUtensorMap* map, uint32_t barrier, int x, int row, int head,
                      int batch) {
     const auto* const from = reinterpret_cast<const emulator::TensorMap*>(map);
-    const int bytes = from->box[0] * from->box[1] * 2;
-    char* const to = emulator::at_shared<char>(shared, bytes, 1024);
+    const int element_bytes = int(from->strides[0]), bytes = from->box[0] * from->box[1] * element_bytes;
+    char* const to = emulator::at_shared<char>(shared, bytes, from->swizzled ? 1024 : 128);
     auto* const told = emulator::at_shared<emulator::Mbarrier>(barrier);
     emulator::start([=] {
         for (int i = 0; i < from->box[1]; ++i)
@@ -20,10 +20,11 @@ inline void tma_load(uint32_t shared, const CUtensorMap* map, uint32_t barrier, 
                     inside = inside && at[k] >= 0 && at[k] < from->extents[k];
                     source += at[k] * from->strides[k];
                 }
-                const uint32_t place = shared + i * from->box[0] * 2 + j * 2;
-                uint16_t element = 0;
-                if (inside) std::memcpy(&element, source, 2);
-                std::memcpy(to + ((place ^ (place / 128 % 8 * 16)) - shared), &element, 2);
+                uint32_t place = shared + (i * from->box[0] + j) * element_bytes;
+                if (from->swizzled) place ^= place / 128 % 8 * 16;
+                uint32_t element = 0;
+                if (inside) std::memcpy(&element, source, element_bytes);
+                std::memcpy(to + (place - shared), &element, element_bytes);
             }
         told->receive(bytes);
     });
