@@ -71,16 +71,47 @@ struct PackedTiles {
         return offset_of(cu_seqlens, sequence, rows) / tile + sequence;
     }
     FLASH_HOST_DEVICE int64_t sequence_of_slot(int64_t slot) const {
-        int64_t first = 0, last = batch;  // the last one whose first slot is not past this one
+        return last_sequence([&](int64_t sequence) { return first_slot(sequence) <= slot; });
+    }
+    FLASH_HOST_DEVICE int64_t sequence_of_row(int64_t row) const {
+        return last_sequence([&](int64_t sequence) { return offset_of(cu_seqlens, sequence, rows) <= row; });
+    }
+
+  private:
+    // The last one that begins early enough, or 0.
+    template <class Begins>
+    FLASH_HOST_DEVICE int64_t last_sequence(const Begins& begins) const {
+        int64_t first = 0, last = batch;
         while (first < last) {
             const int64_t middle = (first + last + 1) / 2;
-            if (first_slot(middle) <= slot)
+            if (begins(middle))
                 first = middle;
             else
                 last = middle - 1;
         }
         return first;
     }
+};
+
+// Numbers of rows where copies of 16 bytes reach them: a sequence's first one is at a multiple of 4.
+struct AlignedRows {
+    const int32_t* cu_seqlens;  // nullptr: dense, each batch entry begins at 0
+    int64_t batch, rows;
+
+    FLASH_HOST_DEVICE int64_t count() const { return 4 * (cu_seqlens ? quads().slots() : (rows + 3) / 4); }
+    FLASH_HOST_DEVICE int64_t first(int64_t sequence) const {
+        return cu_seqlens ? 4 * quads().first_slot(sequence) : 0;
+    }
+    // Of the tensor's row; negative if it is in no sequence.
+    FLASH_HOST_DEVICE int64_t place(int64_t row) const {
+        if (!cu_seqlens) return row;
+        const int64_t sequence = quads().sequence_of_row(row);
+        const int64_t within = row - offset_of(cu_seqlens, sequence, rows);
+        return within < 0 ? -1 : first(sequence) + within;
+    }
+
+  private:
+    FLASH_HOST_DEVICE PackedTiles quads() const { return {cu_seqlens, batch, rows, 4}; }
 };
 
 // First element of row `row` (counted from the tensor's first row of that batch entry) of one head.

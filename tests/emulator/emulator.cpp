@@ -323,8 +323,8 @@ static CUresult encode(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t ra
                        const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle swizzle,
                        CUtensorMapL2promotion, CUtensorMapFloatOOBfill) {
     const int element_bytes = type == CU_TENSOR_MAP_DATA_TYPE_FLOAT32 ? 4 : 2;
-    emulator::TensorMap mine{static_cast<const char*>(data), {}, {element_bytes}, {},
-                             swizzle == CU_TENSOR_MAP_SWIZZLE_128B};
+    emulator::TensorMap mine{
+        static_cast<const char*>(data), {}, {element_bytes}, {}, swizzle == CU_TENSOR_MAP_SWIZZLE_128B};
     bool fits = rank == 4 && reinterpret_cast<uintptr_t>(data) % 16 == 0 &&
                 (mine.swizzled || swizzle == CU_TENSOR_MAP_SWIZZLE_NONE);
     for (int i = 0; i < 4; ++i) {

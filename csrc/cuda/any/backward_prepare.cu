@@ -43,7 +43,7 @@ bool rows_are_vectors(const TensorView& view, int64_t head_dim, int64_t element_
 template <DType dtype>
 __global__ void __launch_bounds__(kThreads)
     attention_delta(const __grid_constant__ BackwardProblem problem,
-                    const __grid_constant__ RowStatistics lse_log2, bool vectors, int64_t batches) {
+                    const __grid_constant__ AlignedStatistics aligned, bool vectors, int64_t batches) {
     using Bits = typename ElementOf<dtype>::Bits;
     const ForwardProblem& forward = problem.forward;
     const HeadRow at = HeadRow::of_thread<kLanes>(batches, forward.rows_q, forward.heads_q);
@@ -56,15 +56,21 @@ __global__ void __launch_bounds__(kThreads)
     const bool seen = lse != -INFINITY;
     const float dlse =
         problem.dlse.data ? *statistics_of<const float>(problem.dlse, at.batch, at.row, at.head) : 0;
-    *statistics_of<float>(problem.delta, at.batch, at.row, at.head) = seen ? sum - dlse : 0;
-    if (lse_log2.data)
-        *statistics_of<float>(lse_log2, at.batch, at.row, at.head) =
-            seen ? lse * float(GpuMath::unit) : INFINITY;
+    const float delta = seen ? sum - dlse : 0;
+    if (!aligned.delta.data) {
+        *statistics_of<float>(problem.delta, at.batch, at.row, at.head) = delta;
+        return;
+    }
+    const int64_t place = aligned.rows.place(at.row);
+    if (place < 0) return;
+    *statistics_of<float>(aligned.delta, at.batch, place, at.head) = delta;
+    *statistics_of<float>(aligned.lse_log2, at.batch, place, at.head) =
+        seen ? lse * float(GpuMath::unit) : INFINITY;
 }
 
 }  // namespace
 
-void compute_delta(const BackwardProblem& problem, const RowStatistics& lse_log2, const Launch& launch) {
+void compute_delta(const BackwardProblem& problem, const AlignedStatistics& to, const Launch& launch) {
     const ForwardProblem& forward = problem.forward;
     const int64_t batches = forward.cu_seqlens_q ? 1 : forward.batch;
     const int64_t rows = batches * forward.rows_q * forward.heads_q;
@@ -73,7 +79,7 @@ void compute_delta(const BackwardProblem& problem, const RowStatistics& lse_log2
         const bool vectors = rows_are_vectors(forward.out, forward.head_dim_v, bytes) &&
                              rows_are_vectors(problem.dout, forward.head_dim_v, bytes);
         launch_kernel("attention_delta", attention_delta<dtype>, (rows * kLanes + kThreads - 1) / kThreads,
-                      kThreads, 0, launch, problem, lse_log2, vectors, batches);
+                      kThreads, 0, launch, problem, to, vectors, batches);
     });
 }
 

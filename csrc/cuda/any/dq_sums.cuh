@@ -64,12 +64,11 @@ class DqSums {
     __device__ __forceinline__ float* of_tile(uint32_t unit, uint32_t tile) const {
         return sums_ + (places_.remainder(unit) * int64_t(unit_tiles_.divisor) + tile) * tile_elements_;
     }
-    // The first tile of a batch entry in the unit's i-th query head.
-    __device__ __forceinline__ uint32_t first_tile(int i, int64_t batch) const {
-        return i * queries_.tiles() + queries_.first_tile(batch);
-    }
+    // A unit's tiles are those of each of its query heads, in each those of all batch entries that it has.
+    __device__ __forceinline__ uint32_t tiles_of_head() const { return queries_.tiles(); }
+    __device__ __forceinline__ uint32_t first_tile(int64_t batch) const { return queries_.first_tile(batch); }
     __device__ __forceinline__ float* of_head(uint32_t unit, int i, int64_t batch) const {
-        return of_tile(unit, first_tile(i, batch));
+        return of_tile(unit, i * tiles_of_head() + first_tile(batch));
     }
 
     // How many tiles a unit has, and which queries a tile holds.

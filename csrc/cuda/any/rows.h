@@ -1,14 +1,20 @@
 // Small kernels around attention, one row of one head at a time; element types at run time.
 #pragma once
 
+#include "../../attention/sequence.h"
 #include "../kernel.h"
 
 namespace flash::cuda {
 
 // problem.delta = rowsum(dO * O) - dlse (docs/algorithm.md), 0 for rows that saw no key.
 void compute_delta(const BackwardProblem& problem, const Launch& launch);
-// Also lse in log 2, infinite for rows that saw no key, so that every probability of theirs is 0.
-void compute_delta(const BackwardProblem& problem, const RowStatistics& lse_log2, const Launch& launch);
+// That, and lse in log 2, infinite for rows that saw no key, so that every probability of theirs is 0; both
+// by aligned rows.
+struct AlignedStatistics {
+    RowStatistics lse_log2, delta;
+    AlignedRows rows;
+};
+void compute_delta(const BackwardProblem& problem, const AlignedStatistics& to, const Launch& launch);
 
 void pack_mask(const MaskPacking& packing, const Launch& launch);
 

@@ -22,8 +22,7 @@ constexpr int kConsumerRegisters = 240, kProducerRegisters = 24;
 __global__ void __launch_bounds__(kConfiguration.threads, 1)
     attention_backward(const __grid_constant__ BackwardProblem problem,
                        const __grid_constant__ BackwardMaps maps,
-                       const __grid_constant__ RowStatistics lse_log2,
-                       const __grid_constant__ RowStatistics delta,
+                       const __grid_constant__ AlignedStatistics statistics,
                        const __grid_constant__ RowTiling tiling, const __grid_constant__ DqSums dq_sums,
                        uint32_t* turns, const __grid_constant__ float score_unit) {
     extern __shared__ __align__(1024) char memory[];
@@ -33,13 +32,13 @@ __global__ void __launch_bounds__(kConfiguration.threads, 1)
         fence_async_proxy();
     }
     if (threadIdx.x == kConfiguration.consumers)
-        shared.plan.make(problem.forward, tiling, blockIdx.x, kConfiguration.query_tile,
-                         kConfiguration.key_tile);
+        shared.plan.make(problem.forward, tiling, dq_sums, statistics.rows, blockIdx.x,
+                         kConfiguration.query_tile, kConfiguration.key_tile);
     __syncthreads();
     if (threadIdx.x >= kConfiguration.consumers) {
         shrink_registers<kProducerRegisters>();
         const int warp = int(threadIdx.x - kConfiguration.consumers) / 32;
-        BackwardProducer<kDType, kConfiguration> producer(problem, maps, lse_log2, delta, dq_sums, shared);
+        BackwardProducer<kDType, kConfiguration> producer(problem, maps, statistics, dq_sums, shared);
         if (warp < kConfiguration.warpgroups)
             add_dqs<kDType, kConfiguration>(dq_sums, turns, shared, warp);
         else if (warp == kConfiguration.warpgroups)
@@ -87,15 +86,17 @@ DqSums dq_sums_of(const ForwardProblem& problem, const RowTiling& keys, const De
                   float(problem.softmax_scale));
 }
 
-// lse in log 2 and delta, laid out for copies: from one head's numbers to the next's is a multiple of 16 bytes.
+AlignedRows aligned_rows(const ForwardProblem& problem) {
+    return {problem.cu_seqlens_q, problem.batch, problem.rows_q};
+}
 RowStatistics statistics_at(const ForwardProblem& problem, void* data) {
-    const int64_t rows = (problem.rows_q + 3) / 4 * 4;
+    const int64_t rows = aligned_rows(problem).count();
     return {data, problem.cu_seqlens_q ? 0 : rows * problem.heads_q, rows};
 }
 int64_t statistics_bytes(const ForwardProblem& problem) {
-    const RowStatistics layout = statistics_at(problem, nullptr);
     const int64_t batches = problem.cu_seqlens_q ? 1 : problem.batch;
-    return (batches * problem.heads_q * layout.head_stride * int64_t(sizeof(float)) + 255) / 256 * 256;
+    const int64_t elements = batches * problem.heads_q * aligned_rows(problem).count();
+    return (elements * int64_t(sizeof(float)) + 255) / 256 * 256;
 }
 
 int64_t turns_bytes(const ForwardProblem& problem, const DqSums& dq_sums) {
@@ -114,11 +115,9 @@ void launch(const BackwardProblem& problem, const Launch& launch) {
     const ForwardProblem& forward = problem.forward;
     char* const workspace = static_cast<char*>(launch.workspace);
     const int64_t bytes = statistics_bytes(forward);
-    const RowStatistics lse_log2 = statistics_at(forward, workspace),
-                        delta = statistics_at(forward, workspace + bytes);
-    BackwardProblem mine = problem;
-    mine.delta = delta;
-    compute_delta(mine, lse_log2, launch);
+    const AlignedStatistics statistics{statistics_at(forward, workspace),
+                                       statistics_at(forward, workspace + bytes), aligned_rows(forward)};
+    compute_delta(problem, statistics, launch);
     const RowTiling keys = key_tiling(forward, launch.device);
     DqSums dq_sums = dq_sums_of(forward, keys, launch.device);
     char* const turns = workspace + 2 * bytes;
@@ -132,11 +131,12 @@ void launch(const BackwardProblem& problem, const Launch& launch) {
         tensor_map(queries_of(forward, problem.dout, forward.head_dim_v), kDType, query_tile),
         tensor_map(keys_of(forward, forward.k, forward.head_dim), kDType, key_tile),
         tensor_map(keys_of(forward, forward.v, forward.head_dim_v), kDType, key_tile),
-        tensor_map(lse_log2, forward, query_tile),
-        tensor_map(delta, forward, query_tile)};
+        tensor_map(statistics.lse_log2, forward, statistics.rows.count(), query_tile),
+        tensor_map(statistics.delta, forward, statistics.rows.count(), query_tile)};
     launch_kernel(FLASH_KERNEL_NAME, attention_backward, keys.count(), kConfiguration.threads, sizeof(Shared),
-                  launch, problem, maps, lse_log2, delta, keys, dq_sums,
-                  before_sums ? reinterpret_cast<uint32_t*>(turns) : nullptr, float(forward.softmax_scale * GpuMath::unit));
+                  launch, problem, maps, statistics, keys, dq_sums,
+                  before_sums ? reinterpret_cast<uint32_t*>(turns) : nullptr,
+                  float(forward.softmax_scale * GpuMath::unit));
     launch_kernel(FLASH_KERNEL_NAME, finish_dq, dq_sums.unfinished_tiles(), kConfiguration.consumers,
                   query_tile * kConfiguration.head_dim * 2, launch, problem, dq_sums);
 }

@@ -145,7 +145,8 @@ class BackwardConsumer {
         while (true) {
             const QueryNote& note = shared_.notes[n % c.stages];
             Words words{};
-            if (flags & QueryNote::masked && note.bits) words = words_of(note);  // on their way while S is waited for
+            if (flags & QueryNote::masked && note.bits)
+                words = words_of(note);  // on their way while S is waited for
             wgmma_wait<1>();
             keep(registers_of(s));
             exponentiate(s, lse, n);
@@ -257,8 +258,8 @@ class BackwardConsumer {
         return words;
     }
 
-    // A bit for each of a lane's 16 columns of 64 queries, from what is shown of its second row on in the upper
-    // half.
+    // A bit for each of a lane's 16 columns of 64 queries, from what is shown of its second row on in the
+    // upper half.
     __device__ __forceinline__ uint32_t visible(const Words& words, int part) const {
         const int key = (shared_.plan.tile.first + warp_row() + Scores::row(0)) % 32;
         uint32_t shown = 0;
@@ -276,8 +277,8 @@ class BackwardConsumer {
         return (1u << (i / 8 * 2 + pair)) - 1;
     }
 
-    // P and dS are zero where invisible: what lies behind the mask may be infinite. NaN where a row of Q, dO or
-    // K that is not finite is seen.
+    // P and dS are zero where invisible: what lies behind the mask may be infinite. NaN where a row of Q, dO
+    // or K that is not finite is seen.
     __device__ __forceinline__ void mask(Scores& p, Scores& ds, const QueryNote& note, const Words& words,
                                          uint32_t n) const {
         const BackwardPlan& plan = shared_.plan;
@@ -291,8 +292,8 @@ class BackwardConsumer {
                 const Interval queries = plan.tile.rows.contains(key)
                                              ? intersection(plan.mask.queries_of(key), note.seen)
                                              : Interval(0, 0);
-                const uint32_t shown = bits >> (r * 16) & in_front_of(queries.end - first) &
-                                       ~in_front_of(queries.begin - first);
+                const uint32_t shown =
+                    bits >> (r * 16) & in_front_of(queries.end - first) & ~in_front_of(queries.begin - first);
                 const bool bad_key = shared_.has_bad_keys && shared_.bad_keys[row / 32] >> row % 32 & 1;
 #pragma unroll
                 for (int column = 0; column < 16; ++column) {
@@ -366,8 +367,8 @@ class BackwardConsumer {
     Gradient dk_, dv_;
 };
 
-// A warp for each warpgroup, which has its part of every dQ added to the sums. A consumer that did that itself
-// would wait until the copy engine can read what it stored.
+// A warp for each warpgroup, which has its part of every dQ added to the sums. A consumer that did that
+// itself would wait until the copy engine can read what it stored.
 //
 // turns: nullptr, or for every tile of queries two counters of the additions to its halves, 0 at the start.
 // Blocks then add in the order of their keys, so that the sums do not depend on time. They wait for blocks of
@@ -390,7 +391,8 @@ __device__ __forceinline__ void add_dqs(const DqSums& dq_sums, uint32_t* turns, 
         mbarrier_wait(shared_address(&shared.dq_full[warpgroup]), n % 2);
         const DqNote note = shared.dq_notes[n % kDqNotes];
         last = note.last;
-        const uint32_t tile = dq_sums.first_tile(note.head, plan.tile.batch) + note.first / c.query_tile;
+        const uint32_t tile =
+            note.head * dq_sums.tiles_of_head() + plan.first_dq_tile + note.first / c.query_tile;
         const bool waits = turns && plan.earlier.contains(note.first);
         uint32_t* const mine = turns + (int64_t(unit) * dq_sums.unit_tiles().divisor + tile) * 2 + warpgroup;
         if (waits)

@@ -28,8 +28,8 @@ struct QueryNote {
     Interval seen;         // what of it exists and sees some key
 };
 
-// Which tile of queries a dQ belongs to. Read when its stage may have been given up, so that there are more of
-// these than stages, and tiles that are one behind.
+// Which tile of queries a dQ belongs to. Read when its stage may have been given up, so that there are more
+// of these than stages, and tiles that are one behind.
 struct DqNote {
     Position first;
     int head;  // of the group
@@ -43,17 +43,21 @@ struct BackwardPlan {
     Mask mask;
     bool partial;  // some of the tile's keys don't exist
     bool has_queries;
-    Interval earlier;  // what the tile of keys before this one visits; in multiples of tiles of queries
+    uint32_t first_dq_tile;  // of the batch entry, among those of one of the unit's heads
+    int first_statistic;     // of the batch entry's query 0
+    Interval earlier;        // what the tile of keys before this one visits; in multiples of tiles of queries
     SchedulePlace start, walks[2];
 
-    __device__ void make(const ForwardProblem& problem, const RowTiling& tiling, uint32_t index,
-                         int query_tile, int key_tile) {
+    __device__ void make(const ForwardProblem& problem, const RowTiling& tiling, const DqSums& dq_sums,
+                         const AlignedRows& statistics, uint32_t index, int query_tile, int key_tile) {
         place = tiling.place(index);
         tile = tiling(place, problem, false);
         mask = Mask(problem, tile.sequence);
         partial = tile.rows.begin > tile.first || tile.rows.end < tile.first + key_tile;
         has_queries = false;
         if (tile.unowned || tile.rows.empty()) return;
+        first_dq_tile = dq_sums.first_tile(tile.batch);
+        first_statistic = int(statistics.first(tile.batch));
         const Interval first = mask.queries_of(tile.rows.begin), last = mask.queries_of(tile.rows.end - 1);
         const BlockLists& lists = problem.query_blocks;  // the same for all heads of a group
         start.schedule =
@@ -63,9 +67,10 @@ struct BackwardPlan {
                 : TileSchedule(first, last, query_tile);
         start.next();
         has_queries = start.run.begin < start.run.end;
-        earlier = tile.first == 0 ? Interval(0, 0)
-                                  : Interval(mask.queries_of(tile.first - key_tile).begin / query_tile * query_tile,
-                                             mask.queries_of(tile.first - 1).end);
+        earlier = tile.first == 0
+                      ? Interval(0, 0)
+                      : Interval(mask.queries_of(tile.first - key_tile).begin / query_tile * query_tile,
+                                 mask.queries_of(tile.first - 1).end);
     }
 };
 

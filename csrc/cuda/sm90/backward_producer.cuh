@@ -20,16 +20,10 @@ struct BackwardMaps {
 template <DType dtype, BackwardConfiguration c>
 class BackwardProducer {
   public:
-    // The statistics are those that the maps describe.
     __device__ BackwardProducer(const BackwardProblem& problem, const BackwardMaps& maps,
-                                const RowStatistics& lse_log2, const RowStatistics& delta,
-                                const DqSums& dq_sums, BackwardShared<c>& shared)
-        : problem_(problem),
-          maps_(maps),
-          lse_log2_(lse_log2),
-          delta_(delta),
-          dq_sums_(dq_sums),
-          shared_(shared) {}
+                                const AlignedStatistics& statistics, const DqSums& dq_sums,
+                                BackwardShared<c>& shared)
+        : problem_(problem), maps_(maps), statistics_(statistics), dq_sums_(dq_sums), shared_(shared) {}
 
     // The whole warp: the tiles that are masked, or all others, so that few registers suffice for those. What
     // a warp reads in shared memory or spills it waits for as long as products do; of tiles that are not
@@ -40,6 +34,7 @@ class BackwardProducer {
         if (!plan.has_queries) return;
         const bool first_lane = lane_index() == 0, partial = plan.partial;
         const int first_row = int(plan.tile.sequence.first_query_row), group = plan.tile.group;
+        const int first_statistic = plan.first_statistic;
         const int batch = tensor_batch(problem_.forward.cu_seqlens_q, plan.tile);
         if (!kMasked && first_lane) load_keys(shared_.k, maps_.k, shared_address(&shared_.k_full));
         uint32_t stage = 0, free = 1;  // the parity of the stage's last use
@@ -67,7 +62,7 @@ class BackwardProducer {
                         handed ^= 1 << stage;
                     }
                     if constexpr (kMasked) {
-                        bad = may_be_bad(first_row + first, head);
+                        bad = may_be_bad(first, head);
                         if (first_lane) {
                             note.seen = walk.seen(place);
                             note.bits = bits_of(place.run.partial, head);
@@ -76,7 +71,7 @@ class BackwardProducer {
                         __syncwarp();
                     }
                     if (first_lane) {
-                        copy(stage, !bad, n == 0, first_row + first, head, batch);
+                        copy(stage, !bad, n == 0, first_row + first, first_statistic + first, head, batch);
                         note.first = first;
                     }
                 }
@@ -114,21 +109,18 @@ class BackwardProducer {
     }
 
     // By one thread. rows: Q and dO themselves, too. dO's barrier is told that this is all, Q's is not yet.
-    __device__ __forceinline__ void copy(uint32_t stage, bool rows, bool start, int row, int head,
-                                         int batch) const {
+    __device__ __forceinline__ void copy(uint32_t stage, bool rows, bool start, int row, int statistic,
+                                         int head, int batch) const {
         const uint32_t q_full = shared_address(&shared_.q_full[stage]),
                        dout_full = shared_address(&shared_.dout_full[stage]);
         if (rows) load_queries(shared_.q[stage], maps_.q, q_full, row, head, batch);
         mbarrier_expect(q_full, 2 * int(sizeof shared_.lse[0]));
-        tma_load(shared_address(shared_.lse[stage]), &maps_.lse, q_full, row, 0, head, batch);
-        tma_load(shared_address(shared_.delta[stage]), &maps_.delta, q_full, row, 0, head, batch);
+        tma_load(shared_address(shared_.lse[stage]), &maps_.lse, q_full, statistic, 0, head, batch);
+        tma_load(shared_address(shared_.delta[stage]), &maps_.delta, q_full, statistic, 0, head, batch);
         if (start) load_keys(shared_.v, maps_.v, shared_address(&shared_.v_full));
         if (rows) load_queries(shared_.dout[stage], maps_.dout, dout_full, row, head, batch);
         mbarrier_arrive(dout_full);
     }
-
-    // Of all rows that are copied, also those of a neighbouring sequence.
-    __device__ __forceinline__ bool exists(int row) const { return row < problem_.forward.rows_q; }
 
     __device__ __forceinline__ const uint32_t* bits_of(bool partial, int head) const {
         const ScoreMatrix& visible = problem_.forward.visible;
@@ -136,15 +128,24 @@ class BackwardProducer {
                                        : nullptr;
     }
 
+    __device__ __forceinline__ static float absolute(const RowStatistics& of, int64_t batch, int row,
+                                                     int head) {
+        return fabsf(*statistics_of<const float>(of, batch, row, head));
+    }
     // A row of Q or dO that is not finite leaves its mark on lse or delta.
-    __device__ __forceinline__ bool may_be_bad(int row, int head) const {
-        const int64_t batch = shared_.plan.tile.batch;
+    __device__ __forceinline__ bool may_be_bad(Position first, int head) const {
+        const RowTile& tile = shared_.plan.tile;
+        // Of all rows that are copied, also those of a neighbouring sequence.
+        const int begin = int(tile.sequence.first_query_row) + first;
+        const int end = min(begin + c.query_tile, int(problem_.forward.rows_q));
         bool bad = false;
 #pragma unroll 1
-        for (int i = lane_index(); i < c.query_tile && exists(row + i); i += 32)
-            bad |= !(fabsf(*statistics_of<const float>(lse_log2_, batch, row + i, head)) +
-                         fabsf(*statistics_of<const float>(delta_, batch, row + i, head)) <
-                     INFINITY);
+        for (int row = begin + lane_index(); row < end; row += 32) {
+            const int place = int(statistics_.rows.place(row));
+            bad |= place < 0 || !(absolute(statistics_.lse_log2, tile.batch, place, head) +
+                                      absolute(statistics_.delta, tile.batch, place, head) <
+                                  INFINITY);
+        }
         return __any_sync(0xffffffff, bad);
     }
 
@@ -167,7 +168,7 @@ class BackwardProducer {
 
     const BackwardProblem& problem_;
     const BackwardMaps& maps_;
-    const RowStatistics &lse_log2_, &delta_;
+    const AlignedStatistics& statistics_;
     const DqSums& dq_sums_;
     Shared& shared_;
     uint32_t landed_ = 0;  // tiles that were looked at

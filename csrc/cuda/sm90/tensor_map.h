@@ -73,25 +73,25 @@ inline CUtensorMap encoded(void* data, const MapShape& shape) {
 
 // Boxes are kPanel elements of box_rows rows of one head, swizzled as TileLayout's panels.
 inline CUtensorMap tensor_map(const Rows& rows, DType dtype, int box_rows) {
-    return encoded(rows.view.data,
-                   {dtype == DType::bfloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
-                                             : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-                    element_bytes(dtype),
-                    {rows.head_dim, rows.rows, rows.heads, rows.batch},
-                    {rows.view.row_stride, rows.view.head_stride, rows.view.batch_stride},
-                    {kPanel, box_rows},
-                    CU_TENSOR_MAP_SWIZZLE_128B});
+    return encoded(rows.view.data, {dtype == DType::bfloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                                             : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+                                    element_bytes(dtype),
+                                    {rows.head_dim, rows.rows, rows.heads, rows.batch},
+                                    {rows.view.row_stride, rows.view.head_stride, rows.view.batch_stride},
+                                    {kPanel, box_rows},
+                                    CU_TENSOR_MAP_SWIZZLE_128B});
 }
 
-// Of the problem's queries: boxes are box_rows numbers of one head.
-inline CUtensorMap tensor_map(const RowStatistics& statistics, const ForwardProblem& problem, int box_rows) {
-    return encoded(statistics.data,
-                   {CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
-                    sizeof(float),
-                    {problem.rows_q, 1, problem.heads_q, problem.cu_seqlens_q ? 1 : problem.batch},
-                    {0, statistics.head_stride, statistics.batch_stride},
-                    {box_rows, 1},
-                    CU_TENSOR_MAP_SWIZZLE_NONE});
+// So many rows for each of the problem's query heads; boxes are box_rows numbers of one. The first of a box
+// must be at a multiple of 16 bytes.
+inline CUtensorMap tensor_map(const RowStatistics& statistics, const ForwardProblem& problem, int64_t rows,
+                              int box_rows) {
+    return encoded(statistics.data, {CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
+                                     sizeof(float),
+                                     {rows, 1, problem.heads_q, problem.cu_seqlens_q ? 1 : problem.batch},
+                                     {0, statistics.head_stride, statistics.batch_stride},
+                                     {box_rows, 1},
+                                     CU_TENSOR_MAP_SWIZZLE_NONE});
 }
 
 }  // namespace flash::cuda::sm90

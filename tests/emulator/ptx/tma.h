@@ -7,6 +7,7 @@ inline void tma_prefetch_map(const CUtensorMap*) {}
 inline void tma_load(uint32_t shared, const CUtensorMap* map, uint32_t barrier, int x, int row, int head,
                      int batch) {
     const auto* const from = reinterpret_cast<const emulator::TensorMap*>(map);
+    if (x * from->strides[0] % 16) emulator::fail("a copy that does not begin at 16 bytes");
     const int element_bytes = int(from->strides[0]), bytes = from->box[0] * from->box[1] * element_bytes;
     char* const to = emulator::at_shared<char>(shared, bytes, from->swizzled ? 1024 : 128);
     auto* const told = emulator::at_shared<emulator::Mbarrier>(barrier);
