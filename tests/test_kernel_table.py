@@ -194,6 +194,15 @@ def test_what_hoppers_own_refuse_goes_to_no_wider_tile(which):
             assert f"_d{head_dim}_" in name, (head_dim, given, name)
 
 
+@pytest.mark.skipif(not KERNELS or not runs_on(90), reason="this build is not for 9.0")
+def test_hoppers_backward_can_be_deterministic():
+    """But for maps of blocks, whose blocks add in no order that it knows."""
+    for head_dim in (64, 128):
+        given = {"head_dim": head_dim, "deterministic": True}
+        assert _C.plan(sizes(**given), chip(90))["backward"]["engine"] == "sm90"
+        assert _C.plan(sizes(block_size=(128, 128), **given), chip(90))["backward"]["engine"] == "sm80"
+
+
 def efficiency(blocks, multiprocessors):
     """Share of the device that works, over all waves of blocks."""
     return blocks / multiprocessors / -(-blocks // multiprocessors)

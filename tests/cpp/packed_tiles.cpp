@@ -1,6 +1,6 @@
 // Brute force over random packed batches: the slots of PackedTiles cover every row of every sequence, and the
 // rows past the last one, exactly once, in tiles that never cross a sequence's end. Offsets that decrease or
-// leave the tensor stay inside it. Prints the number of slots; a failure returns 1.
+// leave the tensor stay inside it. AlignedRows gives every row a place of its own. Prints the number of slots; a failure returns 1.
 #include <algorithm>
 #include <cstdio>
 #include <random>
@@ -47,6 +47,23 @@ static bool stays_inside(const std::vector<int32_t>& offsets, int64_t rows, Posi
     return true;
 }
 
+// AlignedRows: rows have places of their own, those of a sequence one after the other from a multiple of 4 on;
+// whatever the offsets are, inside.
+static bool aligns(const std::vector<int32_t>& offsets, int64_t rows, bool ascending) {
+    const AlignedRows aligned{offsets.data(), int64_t(offsets.size()) - 1, rows};
+    std::vector<int> taken(size_t(aligned.count()));
+    for (int64_t row = 0; row < rows; ++row) {
+        const int64_t place = aligned.place(row);
+        if (place >= aligned.count() || (ascending && (place < 0 || taken[size_t(place)]++))) return false;
+        const auto next = std::upper_bound(offsets.begin(), offsets.end(), int32_t(row));
+        const int64_t sequence = next - offsets.begin() - 1;
+        if (ascending && place != aligned.first(sequence) + row - offsets[size_t(sequence)]) return false;
+    }
+    for (size_t sequence = 0; sequence < offsets.size(); ++sequence)
+        if (aligned.first(int64_t(sequence)) % 4 != 0) return false;
+    return true;
+}
+
 int main() {
     std::mt19937 random(1);
     const auto draw = [&](int64_t low, int64_t high) {
@@ -61,7 +78,9 @@ int main() {
         const int64_t rows = offsets.back() + (draw(0, 1) ? draw(0, 100) : 0);
         slots += rows / tile + batch + 1;
         for (int64_t b = 0; b <= batch; ++b) wild.push_back(int32_t(draw(-50, rows + 50)));
-        if (covers_every_row_once(offsets, rows, tile) && stays_inside(wild, rows, tile)) continue;
+        if (covers_every_row_once(offsets, rows, tile) && stays_inside(wild, rows, tile) &&
+            aligns(offsets, rows, true) && aligns(wild, rows, false))
+            continue;
         std::fprintf(stderr, "wrong: %ld rows, tile %ld, offsets", long(rows), long(tile));
         for (const int32_t offset : offsets) std::fprintf(stderr, " %d", offset);
         std::fprintf(stderr, "\n");
