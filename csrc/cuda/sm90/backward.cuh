@@ -321,7 +321,7 @@ class BackwardConsumer {
             stmatrix_x4(ScoreTile::at(place, 0, k * 16), ds.value[k][0]);
     }
 
-    // To shared memory, from where another warp has them added (DqAdder).
+    // To shared memory, from where another warp has them added (add_dqs).
     __device__ __forceinline__ void add_dq(const typename Dq::Accumulators& dq, uint32_t n) const {
         mbarrier_wait(shared_address(&shared_.dq_empty[warpgroup_]), n % 2 ^ 1);
         Dq::store_shared(shared_address(shared_.dq) + thread_ / 32 * Dq::warp_elements * 4, dq);

@@ -22,8 +22,8 @@ struct QueryNote {
     static constexpr uint32_t masked = 1, last = 2,
                               bad = 4;  // some rows of Q and dO were not finite, and are zeros now
     uint32_t flags;
-    Position first;
     // If it is masked:
+    Position first;
     const uint32_t* bits;  // of the head's query 0, if bits say what is visible
     Interval seen;         // what of it exists and sees some key
 };

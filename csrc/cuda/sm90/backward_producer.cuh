@@ -56,24 +56,21 @@ class BackwardProducer {
                     if (masked && first_lane) mbarrier_arrive(shared_address(&shared_.masked[stage]));
                 }
                 if (masked == kMasked) {
-                    QueryNote& note = shared_.notes[stage];
                     if constexpr (kMasked) {
+                        QueryNote& note = shared_.notes[stage];
                         mbarrier_wait(shared_address(&shared_.masked[stage]), handed >> stage & 1);
                         handed ^= 1 << stage;
-                    }
-                    if constexpr (kMasked) {
                         bad = may_be_bad(first, head);
                         if (first_lane) {
+                            note.first = first;
                             note.seen = walk.seen(place);
                             note.bits = bits_of(place.run.partial, head);
                         }
                         if (bad) copy_finite(stage, first_row + first, head, batch);
                         __syncwarp();
                     }
-                    if (first_lane) {
+                    if (first_lane)
                         copy(stage, !bad, n == 0, first_row + first, first_statistic + first, head, batch);
-                        note.first = first;
-                    }
                 }
                 walk.advance(place);
                 if (masked == kMasked && first_lane) {
