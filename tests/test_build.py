@@ -100,13 +100,6 @@ def test_reports_of_the_compiler(features, stack, stores, loads, more, word, tmp
     assert word is None or word in printed
 
 
-@pytest.mark.parametrize("stores,status", [(150, 0), (200, 1)])
-def test_warps_that_copy_may_spill_more(stores, status, tmp_path):
-    report = REPORT.format(features=0, stack=160, stores=stores, loads=stores, more="")
-    (tmp_path / "sm90_backward_bfloat16.log").write_text(report)
-    assert check_kernels(tmp_path)[0] == status
-
-
 def test_no_reports_at_all(tmp_path):
     status, printed = check_kernels(tmp_path)
     assert status == 1 and "no kernel" in printed

@@ -20,8 +20,6 @@ from pathlib import Path
 # The kernels with softcap, ALiBi or dropout are bound by those, the ones of float32 by their threefold
 # products, not by the memory's first level; and functions that are called stand outside the loops over tiles.
 PLAIN_LIMIT = 256
-# In Hopper's backward the warps that copy have 24 registers; the one for masked tiles keeps the rest in memory.
-COPYING_LIMIT = 384
 OTHER_LIMIT = 1024
 
 SERIALISED = re.compile(r"C7510|wgmma.*seriali[sz]ed", re.IGNORECASE)
@@ -64,8 +62,6 @@ def kernels_of(name, log):
 def limit_of(kernel):
     """The kernels of one source are instances for feature sets, of which 0 is none (score_gradient.cuh)."""
     plain = not re.search(r"FeaturesE[1-9]", kernel.function) and "_float32_" not in kernel.file
-    if kernel.file.startswith("sm90_backward"):
-        return COPYING_LIMIT
     return PLAIN_LIMIT if plain else OTHER_LIMIT
 
 
