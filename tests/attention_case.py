@@ -3,11 +3,9 @@
     python -c "from attention_case import *; Case(seqlen_q=3, causal=True).check()"
 """
 
-import contextlib
 import functools
 import math
 from dataclasses import dataclass
-from unittest import mock
 
 import pytest
 import torch
@@ -37,13 +35,6 @@ def keep_mask(rng_state, dropout_p, batch, num_heads, seqlen_q, seqlen_k):
     seed, offset = rng_state.tolist()
     mask = philox.keep_mask(seed, offset, dropout_p, batch, num_heads, seqlen_q, seqlen_k)
     return torch.from_numpy(mask).to(rng_state.device)
-
-
-@contextlib.contextmanager
-def without_probabilities():
-    """Calls inside return no S_dmask: the CPU makes it, which takes longer than all else that they do."""
-    with mock.patch("flash_attn.attention.dropped_probabilities", return_value=None):
-        yield
 
 
 def largest_allocation(function):
@@ -147,8 +138,7 @@ class Case:
         """The library's forward and backward, as an acceptance.Result; options: as call() takes them."""
         *qkv, dout = self.draw() if inputs is None else inputs
         leaves = [x.detach().requires_grad_() for x in qkv]
-        with without_probabilities():
-            out, lse, _ = self.call(*leaves, return_attn_probs=True, **options)
+        out, lse, _ = self.call(*leaves, return_attn_probs=True, **options)
         outputs, gradients = ((out,), (dout,)) if dlse is None else ((out, lse), (dout, dlse))
         dq, dk, dv = torch.autograd.grad(outputs, leaves, gradients)
         return acceptance.Result(out.detach(), lse.detach(), dq, dk, dv)
@@ -183,8 +173,7 @@ class Case:
     def check_forward(self, inputs=None):
         q, k, v, _ = self.draw() if inputs is None else inputs
         with torch.no_grad():
-            with without_probabilities():
-                out, lse, _ = self.call(q, k, v, return_attn_probs=True)
+            out, lse, _ = self.call(q, k, v, return_attn_probs=True)
         acceptance.Expected(self.attend(), q, k, v).check(out=out, lse=lse)
 
 
