@@ -1,6 +1,7 @@
 // Brute force over random packed batches: the slots of PackedTiles cover every row of every sequence, and the
 // rows past the last one, exactly once, in tiles that never cross a sequence's end. Offsets that decrease or
-// leave the tensor stay inside it. AlignedRows gives every row a place of its own. Prints the number of slots; a failure returns 1.
+// leave the tensor stay inside it. AlignedRows gives every row a place of its own. Prints the number of
+// slots; a failure returns 1.
 #include <algorithm>
 #include <cstdio>
 #include <random>
@@ -47,8 +48,8 @@ static bool stays_inside(const std::vector<int32_t>& offsets, int64_t rows, Posi
     return true;
 }
 
-// AlignedRows: rows have places of their own, those of a sequence one after the other from a multiple of 4 on;
-// whatever the offsets are, inside.
+// AlignedRows: rows have places of their own, those of a sequence one after the other from a multiple of 4
+// on; whatever the offsets are, inside.
 static bool aligns(const std::vector<int32_t>& offsets, int64_t rows, bool ascending) {
     const AlignedRows aligned{offsets.data(), int64_t(offsets.size()) - 1, rows};
     std::vector<int> taken(size_t(aligned.count()));

@@ -86,6 +86,11 @@ DqSums dq_sums_of(const ForwardProblem& problem, const RowTiling& keys, const De
                   float(problem.softmax_scale));
 }
 
+// Of a part of the workspace, so that the next one is aligned.
+int64_t padded(int64_t bytes) {
+    return (bytes + 255) / 256 * 256;
+}
+
 AlignedRows aligned_rows(const ForwardProblem& problem) {
     return {problem.cu_seqlens_q, problem.batch, problem.rows_q};
 }
@@ -96,12 +101,12 @@ RowStatistics statistics_at(const ForwardProblem& problem, void* data) {
 int64_t statistics_bytes(const ForwardProblem& problem) {
     const int64_t batches = problem.cu_seqlens_q ? 1 : problem.batch;
     const int64_t elements = batches * problem.heads_q * aligned_rows(problem).count();
-    return (elements * int64_t(sizeof(float)) + 255) / 256 * 256;
+    return padded(elements * int64_t(sizeof(float)));
 }
 
 int64_t turns_bytes(const ForwardProblem& problem, const DqSums& dq_sums) {
     const int64_t bytes = dq_sums.tiles() * kConfiguration.warpgroups * int64_t(sizeof(uint32_t));
-    return problem.deterministic ? (bytes + 255) / 256 * 256 : 0;
+    return problem.deterministic ? padded(bytes) : 0;
 }
 
 // lse in log 2, delta, turns, then the sums of dQ.

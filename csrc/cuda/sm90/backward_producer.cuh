@@ -125,23 +125,27 @@ class BackwardProducer {
                                        : nullptr;
     }
 
-    __device__ __forceinline__ static float absolute(const RowStatistics& of, int64_t batch, int row,
-                                                     int head) {
-        return fabsf(*statistics_of<const float>(of, batch, row, head));
+    __device__ __forceinline__ bool is_bad(int place, int head) const {
+        const int64_t batch = shared_.plan.tile.batch;
+        return !(fabsf(*statistics_of<const float>(statistics_.lse_log2, batch, place, head)) +
+                     fabsf(*statistics_of<const float>(statistics_.delta, batch, place, head)) <
+                 INFINITY);
     }
     // A row of Q or dO that is not finite leaves its mark on lse or delta.
     __device__ __forceinline__ bool may_be_bad(Position first, int head) const {
-        const RowTile& tile = shared_.plan.tile;
-        // Of all rows that are copied, also those of a neighbouring sequence.
-        const int begin = int(tile.sequence.first_query_row) + first;
-        const int end = min(begin + c.query_tile, int(problem_.forward.rows_q));
+        const BackwardPlan& plan = shared_.plan;
+        const int own = min(first + c.query_tile, plan.mask.seqlen_q);
         bool bad = false;
 #pragma unroll 1
-        for (int row = begin + lane_index(); row < end; row += 32) {
+        for (int query = first + lane_index(); query < own; query += 32)
+            bad |= is_bad(plan.first_statistic + query, head);
+        // Rows of a neighbouring sequence are copied, too, and have to be looked for.
+        const int first_row = int(plan.tile.sequence.first_query_row);
+        const int end = min(first_row + first + c.query_tile, int(problem_.forward.rows_q));
+#pragma unroll 1
+        for (int row = first_row + own + lane_index(); row < end; row += 32) {
             const int place = int(statistics_.rows.place(row));
-            bad |= place < 0 || !(absolute(statistics_.lse_log2, tile.batch, place, head) +
-                                      absolute(statistics_.delta, tile.batch, place, head) <
-                                  INFINITY);
+            bad |= place < 0 || is_bad(place, head);
         }
         return __any_sync(0xffffffff, bad);
     }
