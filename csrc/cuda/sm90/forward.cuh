@@ -334,11 +334,15 @@ class ForwardConsumer {
 #pragma unroll
         for (int r = 0; r < Scores::rows; ++r) {
             const Interval keys = intersection(plan.visible(query(plan, r)), note.seen);
-            const int begin = keys.begin - note.first, end = keys.end - note.first;
+            uint32_t shown = 0;
 #pragma unroll
             for (int column = 0; column < Scores::columns; ++column) {
-                const int j = Scores::column(column);
-                if (j < begin || j >= end) s.at(r, column) = OnlineSoftmax<GpuMath>::minus_infinity();
+                const int first = note.first + column / 32 * 128;
+                if (column % 32 == 0)
+                    shown = columns_in_front_of(keys.end - first, lane_index()) &
+                            ~columns_in_front_of(keys.begin - first, lane_index());
+                if (!(shown >> column % 32 & 1))
+                    s.at(r, column) = OnlineSoftmax<GpuMath>::minus_infinity();
             }
         }
     }

@@ -46,6 +46,13 @@ struct Fragment {
     }
 };
 
+// Of the first 32 columns that a lane holds, 128 of the fragment's, a bit for each one in front of `end`.
+__device__ __forceinline__ uint32_t columns_in_front_of(int end, int lane) {
+    const int i = min(max(end, 0), 128);
+    const int count = i / 8 * 2 + min(max(i % 8 - lane % 4 * 2, 0), 2);
+    return count < 32 ? (1u << count) - 1 : ~0u;
+}
+
 // Over the four lanes that share their rows.
 __device__ __forceinline__ float quad_max(float x) {
     x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, 1));
