@@ -39,24 +39,29 @@ __device__ __forceinline__ void mbarrier_arrive_behind_copies(uint32_t barrier) 
     asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];\n" ::"r"(barrier) : "memory");
 }
 
-// Until the phase of that parity is complete. Of a new barrier the phase before the first one, 1, is.
+// Is the phase of that parity complete? Of a new barrier the phase before the first one, 1, is.
+__device__ __forceinline__ bool mbarrier_test(uint32_t barrier, uint32_t parity) {
+    uint32_t done;
+    asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }\n"
+                 : "=r"(done)
+                 : "r"(barrier), "r"(parity)
+                 : "memory");
+    return done;
+}
+
 __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity) {
+#if __CUDA_ARCH__ >= 900
     uint32_t done;
     do {
-#if __CUDA_ARCH__ >= 900
         asm volatile(
             "{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }\n"
             : "=r"(done)
             : "r"(barrier), "r"(parity)
             : "memory");
-#else
-        asm volatile(
-            "{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }\n"
-            : "=r"(done)
-            : "r"(barrier), "r"(parity)
-            : "memory");
-#endif
     } while (!done);
+#else
+    while (!mbarrier_test(barrier, parity)) continue;
+#endif
 }
 
 }  // namespace flash::cuda

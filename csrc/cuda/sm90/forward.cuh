@@ -76,6 +76,7 @@ class ForwardConsumer {
     // Names of barriers: 0 is the block's.
     static constexpr int kTurns = 1, kConsumers = 1 + c.warpgroups;
     static constexpr int kTurnThreads = 256;  // those whose turn it is, and those who were before
+    static constexpr uint32_t kUnsettled = 1u << 31;  // beside a note's flags
     // Scores whose rounding errors matter as exponents.
     static constexpr float kHuge = 1 << 22;
     // A sum of probabilities from which on their reference may be why the row is not finite.
@@ -96,6 +97,8 @@ class ForwardConsumer {
     // What the whole warp knows to be so, as the compiler sees then: branches need no care, and what they
     // lead to is the same in all lanes.
     __device__ __forceinline__ static bool everywhere(bool x) { return __any_sync(0xffffffff, x); }
+    // The same, for code that is to stand out of the way.
+    __device__ __forceinline__ static bool rarely(bool x) { return __builtin_expect(everywhere(x), false); }
 
     __device__ __forceinline__ ForwardPlan& await_queries(uint32_t n) const {
         mbarrier_wait(shared_address(&shared_.q_full[n % c.query_buffers][warpgroup_]),
@@ -110,6 +113,9 @@ class ForwardConsumer {
     }
     __device__ __forceinline__ bool multiplies(const ForwardPlan& plan) const {
         return __shfl_sync(0xffffffff, plan.multiply, 0) >> warpgroup_ & 1;
+    }
+    __device__ __forceinline__ bool has_keys(uint32_t tile) const {
+        return mbarrier_test(in_ring(shared_.k_full, tile), parity(shared_.k_full, tile));
     }
     __device__ __forceinline__ void await_keys(uint32_t tile) const {
         mbarrier_wait(in_ring(shared_.k_full, tile), parity(shared_.k_full, tile));
@@ -170,20 +176,16 @@ class ForwardConsumer {
         return tile;
     }
 
-    // What the next step begins with, if it is there by then.
-    __device__ __forceinline__ void await_next(uint32_t tile, uint32_t flags) const {
-        await_values(tile);
-        if (!(flags & KeyNote::last)) await_keys(tile + 1);
-    }
-
     // Tiles of queries from the n-th on, as long as the next one is there to go on with: its first scores are
-    // computed beside the last output.
+    // computed beside the last output. What few steps need stands behind one branch (rarely).
     __device__ __forceinline__ void attend(uint32_t& n, uint32_t& tile) {
         const ForwardPlan* plan = &shared_.plans[n % kPlans];
         Scores s;
         float rescale[Scores::rows];
+        Softmax before;
+        bool pending = false;  // the output is that of the queries before, not finished yet
         softmax_ = Softmax();
-        settled_ = false;
+        unsettled_ = kUnsettled;
         out_.clear();
         uint32_t flags, next_tile;
         tile = leave_hidden(tile, tile - 1, flags);
@@ -194,60 +196,70 @@ class ForwardConsumer {
         wgmma_wait<0>();
         keep(registers_of(s));
         leave_keys(tile);
-        if (flags & KeyNote::last) leave_queries(n);
-        exponentiate(s, rescale, *plan, tile, flags);
-        await_next(tile, flags);
+        exponentiate(s, rescale, *plan, n, tile, flags);
+        if (!(flags & KeyNote::last)) await_keys(tile + 1);
         Probabilities p(s);
         while (true) {
-            if ((flags & KeyNote::careful) && (flags & KeyNote::masked)) exclude_bad_values(*plan, tile);
-            const bool ends = flags & KeyNote::last;
-            const ForwardPlan* next = plan;
+            bool ends = false;
             next_tile = tile + 1;
-            if (ends) {
-                if (!(flags & KeyNote::end)) next_tile = leave_rest(next_tile);
-                next = &await_queries(n + 1);
-                if (!multiplies(*next)) break;
-                // The producer waits for the values of this tile when it has copied so many more.
-                next_tile = leave_hidden(next_tile, tile + c.stages, flags);
-                if (flags & KeyNote::hidden) break;
+            if (rarely(flags & (KeyNote::last | KeyNote::careful))) {
+                if (pending) finish_before(n, before, pending);
+                if (flags & KeyNote::careful && flags & KeyNote::masked) {
+                    await_values(tile);
+                    exclude_bad_values(*plan, tile);
+                }
+                ends = flags & KeyNote::last;
+                if (ends) {
+                    if (!(flags & KeyNote::end)) next_tile = leave_rest(next_tile);
+                    plan = &await_queries(n + 1);
+                    if (!multiplies(*plan)) break;
+                    // The producer waits for the values of this tile when it has copied so many more.
+                    next_tile = leave_hidden(next_tile, tile + c.stages, flags);
+                    if (flags & KeyNote::hidden) break;
+                    before = softmax_;
+                    softmax_ = Softmax();
+                    unsettled_ = kUnsettled;
+                }
             }
             await_turn();
             wgmma_fence();
             start_qk(s, n + ends, next_tile);
-            start_pv(p, tile);
-            pass_turn();
-            if (!ends) flags = flags_of(next_tile);
-            const Softmax before = softmax_;
-            if (ends) {
-                softmax_ = Softmax();
-                settled_ = false;
+            const bool late = rarely(pending);
+            if (late) {
+                pass_turn();
+                finish_before(n, before, pending);
             }
+            await_values(tile);
+            wgmma_fence();
+            start_pv(p, tile);
+            if (!late) pass_turn();
+            if (!ends) flags = flags_of(next_tile);
             wgmma_wait<1>();
             keep(registers_of(s));
             leave_keys(next_tile);
-            if (flags & KeyNote::last) leave_queries(n + ends);
-            exponentiate(s, rescale, *next, next_tile, flags);
-            if (!ends) await_next(next_tile, flags);
+            const bool keys_are_there = flags & KeyNote::last || has_keys(next_tile + 1);
+            exponentiate(s, rescale, *plan, n + ends, next_tile, flags);
+            if (rarely(!keys_are_there)) await_keys(next_tile + 1);
             wgmma_wait<0>();
             keep(registers_of(s));
             leave_values(tile);
-            if (ends) {
-                await_next(next_tile, flags);
+            if (rarely(ends || flags & KeyNote::careful)) {
                 keep(registers_of(out_));
-                finish(shared_.plans[n % kPlans], before);
-                leave_plan(n++);
-                out_.clear();
-                plan = next;
-            } else if (flags & KeyNote::careful) {
-                keep(registers_of(out_));
+                if (ends) {
+                    pending = true;
+                    ++n;
+                } else {
 #pragma unroll
-                for (int r = 0; r < Scores::rows; ++r)
+                    for (int r = 0; r < Scores::rows; ++r)
 #pragma unroll
-                    for (int column = 0; column < Output::columns; ++column) out_.at(r, column) *= rescale[r];
+                        for (int column = 0; column < Output::columns; ++column)
+                            out_.at(r, column) *= rescale[r];
+                }
             }
             p = Probabilities(s);
             tile = next_tile;
         }
+        await_values(tile);
         wgmma_fence();
         start_pv(p, tile);
         wgmma_wait<0>();
@@ -258,12 +270,25 @@ class ForwardConsumer {
         leave_plan(n++);
     }
 
+    // The output of the queries before the n-th, while the first scores of the n-th are multiplied.
+    __device__ __forceinline__ void finish_before(uint32_t n, const Softmax& softmax, bool& pending) {
+        finish(shared_.plans[(n - 1) % kPlans], softmax);
+        leave_plan(n - 1);
+        out_.clear();
+        pending = false;
+    }
+
     // Scores become probabilities relative to the maximum of the row's first tile.
     __device__ __forceinline__ void exponentiate(Scores& s, float (&rescale)[Scores::rows],
-                                                 const ForwardPlan& plan, uint32_t tile, uint32_t flags) {
-        if (flags & KeyNote::masked) mask(s, plan, shared_.note(tile));
-        if (flags & KeyNote::careful) return exponentiate_carefully(s, rescale, plan);
-        if (!settled_) settle(s);
+                                                 const ForwardPlan& plan, uint32_t n, uint32_t tile,
+                                                 uint32_t flags) {
+        constexpr uint32_t rare = KeyNote::last | KeyNote::masked | KeyNote::careful | kUnsettled;
+        if (rarely((flags | unsettled_) & rare)) {
+            if (flags & KeyNote::last) leave_queries(n);
+            if (flags & KeyNote::masked) mask(s, plan, shared_.note(tile));
+            if (flags & KeyNote::careful) return exponentiate_carefully(s, rescale, plan);
+            if (unsettled_) settle(s);
+        }
 #pragma unroll
         for (int r = 0; r < Scores::rows; ++r) exponentiate_row(s, r, score_unit_);
     }
@@ -311,7 +336,7 @@ class ForwardConsumer {
             settle_row(r, __fmul_rn(row_maximum(s, r), score_unit_));
             settled &= softmax_.rows[r].settled();
         }
-        settled_ = !__any_sync(0xffffffff, !settled);
+        unsettled_ = everywhere(!settled) ? kUnsettled : 0;
     }
     __device__ __forceinline__ void settle_row(int r, float largest) {
         OnlineSoftmax<GpuMath>& row = softmax_.rows[r];
@@ -430,7 +455,7 @@ class ForwardConsumer {
     const double& natural_;
     const int warpgroup_;  // the same in all lanes, as the compiler sees, too
     Softmax softmax_;
-    bool settled_;  // every row of the warp has a maximum
+    uint32_t unsettled_;  // kUnsettled: a row of the warp has no maximum yet
     Output out_;
 };
 

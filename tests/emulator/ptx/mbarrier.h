@@ -29,6 +29,10 @@ inline void mbarrier_arrive_behind_copies(uint32_t barrier) {
     emulator::start([=] { mbarrier_arrive(barrier); });
 }
 
+inline bool mbarrier_test(uint32_t barrier, uint32_t parity) {
+    return mbarrier_at(barrier)->phase != parity;
+}
+
 inline void mbarrier_wait(uint32_t barrier, uint32_t parity) {
     emulator::wait_until([=, barrier = mbarrier_at(barrier)] { return barrier->phase != parity; });
 }
