@@ -44,7 +44,7 @@ struct OnlineSoftmax {
     // Factor that turns accumulated output into the softmax average; 0 for a row without a visible key.
     FLASH_HOST_DEVICE Value normalizer() const {
         const Value zero = Math::broadcast(Real(0));
-        return Math::select(row_sum == zero, zero, Math::broadcast(Real(1)) / row_sum);
+        return Math::select(row_sum == zero, zero, Math::reciprocal(row_sum));
     }
 
     // Natural logarithm of the summed exponentials; -inf for a row without a visible key. natural: what one

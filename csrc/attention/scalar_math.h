@@ -22,6 +22,7 @@ struct ScalarMath {
         return condition ? yes : no;
     }
     FLASH_HOST_DEVICE static Value exponential(Value x) { return ::exp(x); }
+    FLASH_HOST_DEVICE static Value reciprocal(Value x) { return 1 / x; }
     // x * factor + log(y)
     FLASH_HOST_DEVICE static Value plus_log(Value x, double factor, Value y) {
         return Value(x * factor + ::log(double(y)));

@@ -49,6 +49,7 @@ struct VectorMath {
         return condition ? yes : no;
     }
     FLASH_INLINE static Value exponential(Value x) { return exp_lanes(x); }
+    FLASH_INLINE static Value reciprocal(Value x) { return broadcast(Real(1)) / x; }
     // x * factor + log(y), rounded once: lse is what the backward recomputes every probability from.
     FLASH_INLINE static Value plus_log(Value x, double factor, Value y) {
         for (int lane = 0; lane < kLanes<R>; ++lane)

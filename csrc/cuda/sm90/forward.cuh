@@ -77,6 +77,8 @@ class ForwardConsumer {
     static constexpr int kTurns = 1, kConsumers = 1 + c.warpgroups;
     static constexpr int kTurnThreads = 256;  // those whose turn it is, and those who were before
     static constexpr uint32_t kUnsettled = 1u << 31;  // beside a note's flags
+    // Of a row's exponentials, so many are prepared at once.
+    static constexpr int kAhead = 4;
     // Scores whose rounding errors matter as exponents.
     static constexpr float kHuge = 1 << 22;
     // A sum of probabilities from which on their reference may be why the row is not finite.
@@ -273,8 +275,8 @@ class ForwardConsumer {
     // The output of the queries before the n-th, while the first scores of the n-th are multiplied.
     __device__ __forceinline__ void finish_before(uint32_t n, const Softmax& softmax, bool& pending) {
         finish(shared_.plans[(n - 1) % kPlans], softmax);
-        leave_plan(n - 1);
         out_.clear();
+        leave_plan(n - 1);
         pending = false;
     }
 
@@ -317,10 +319,13 @@ class ForwardConsumer {
     }
 
     __device__ __forceinline__ void exponentiate_row(Scores& s, int r, float unit) {
-        const float reference = softmax_.rows[r].reference();
-        float sum = softmax_.rows[r].row_sum;
+        float reference = softmax_.rows[r].reference(), sum = softmax_.rows[r].row_sum;
 #pragma unroll
         for (int column = 0; column < Scores::columns; ++column) {
+            // Waits for an exponential: ptxas would begin with all multiplications, and leave the exponentials
+            // nothing to hide behind.
+            if (column >= 2 * kAhead && column % kAhead == 0)
+                reference = fmaf(s.at(r, column - 2 * kAhead), 0, reference);
             float& p = s.at(r, column);
             p = GpuMath::exponential(fmaf(p, unit, -reference));
             sum += p;
@@ -401,33 +406,39 @@ class ForwardConsumer {
         }
     }
 
-    // Rows and columns side by side, so that one does not wait for the other.
+    // Without branches, so that nothing waits for anything else.
     __device__ __forceinline__ void finish(ForwardPlan& plan, Softmax softmax) {
-        float factor[Scores::rows], zero[Scores::rows];  // zero: NaN if an element is not finite
+        float factor[Scores::rows], zero[Scores::rows][2];  // zero: NaN if an element is not finite
 #pragma unroll
         for (int r = 0; r < Scores::rows; ++r) {
             softmax.rows[r].row_sum = quad_sum(softmax.rows[r].row_sum);
             factor[r] = softmax.rows[r].normalizer();
-            zero[r] = 0;
+            zero[r][0] = zero[r][1] = 0;
         }
 #pragma unroll
         for (int column = 0; column < Output::columns; ++column)
 #pragma unroll
             for (int r = 0; r < Scores::rows; ++r) {
-                zero[r] = fmaf(out_.at(r, column), 0, zero[r]);
+                zero[r][column % 2] = fmaf(out_.at(r, column), 0, zero[r][column % 2]);
                 out_.at(r, column) *= factor[r];
             }
         bool wrong = false;
+        bool follows[Scores::rows];
 #pragma unroll
         for (int r = 0; r < Scores::rows; ++r) {
             const OnlineSoftmax<GpuMath>& row = softmax.rows[r];
             const bool huge = !(fabsf(row.reference()) < kHuge);
-            const bool right = zero[r] == 0 && row.row_sum < INFINITY && !huge;
-            if (plan.careful || right || !plan.tile.rows.contains(query(plan, r))) continue;
-            wrong = true;
-            if (huge || !(row.row_sum < kLarge)) plan.follow(warp_row() + Scores::row(r));
+            const bool right = (zero[r][0] + zero[r][1] == 0) & (row.row_sum < INFINITY) & !huge;
+            const bool mine = !plan.careful & !right & plan.tile.rows.contains(query(plan, r));
+            follows[r] = mine & (huge | !(row.row_sum < kLarge));
+            wrong |= mine;
         }
-        if (__any_sync(0xffffffff, wrong) && lane_index() == 0) plan.redo = true;
+        if (rarely(wrong)) {
+#pragma unroll
+            for (int r = 0; r < Scores::rows; ++r)
+                if (follows[r]) plan.follow(warp_row() + Scores::row(r));
+            if (lane_index() == 0) plan.redo = true;
+        }
         store(plan, softmax);
     }
 
@@ -441,9 +452,9 @@ class ForwardConsumer {
         const RowTile& tile = plan.tile;
         float* lse = statistics_of<float>(problem_.lse, tile.batch, tile.sequence.first_query_row, tile.head);
         const int mine = lane_index() % 4;
-        const OnlineSoftmax<GpuMath> row = mine == 0 ? softmax.rows[0] : softmax.rows[1];
+        const float log_sum_exp = (mine == 0 ? softmax.rows[0] : softmax.rows[1]).log_sum_exp(natural_);
         if (mine < Scores::rows && tile.rows.contains(query(plan, mine)))
-            lse[query(plan, mine)] = row.log_sum_exp(natural_);
+            lse[query(plan, mine)] = log_sum_exp;
         const HeadRows<Bits<dtype>> out(problem_.out, tile.unowned ? 0 : tile.batch,
                                         tile.sequence.first_query_row, tile.head, problem_.head_dim_v);
         store_rows<dtype>(out, out_, tile.first + warp_row(), tile.rows);
