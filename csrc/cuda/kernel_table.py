@@ -182,7 +182,7 @@ ROWS = [
         Forward(256, 128, 64, warps=8, blocks=1, columns=2, bias=0, retries=1)),
     Row("sm80", "forward", HALVES, Forward(256, 128, 32, warps=8, blocks=1, columns=2)),
     Row("sm80", "forward", HALVES, Forward(256, 64, 32, warps=4, blocks=1)),
-    Row("sm90", "backward", HALVES, HopperBackward(64, 128, 128, stages=2), from_keys=384),
+    Row("sm90", "backward", HALVES, HopperBackward(64, 128, 128, stages=2), from_keys=224),
     Row("sm80", "backward", HALVES,
         Backward(64, 128, 128, 8, 2, 1, score_rows=4, gradient_rows=4, dq_rows=4), from_keys=1024),
     Row("sm80", "backward", HALVES, Backward(64, 64, 64, 4, 2, 3, score_rows=2, gradient_rows=2, dq_rows=2)),

@@ -38,12 +38,16 @@ class DqSums {
         : queries_(queries),
           units_(keys.heads()),
           sharers_(keys.tiles()),
-          in_walk_(in_walk && keys.count() > 0 &&
-                   group * queries.tiles() * tile_elements * int64_t(sizeof(float)) < kLargeUnit),
+          in_walk_(in_walk && keys.count() > 0 && is_short(group * queries.tiles() * tile_elements)),
           places_(uint32_t(places(keys, blocks_at_once))),
           unit_tiles_(uint32_t(group * queries.tiles())),
           tile_elements_(tile_elements),
           scale_(scale) {}
+
+    // Whether units of so many numbers may be finished in the walk.
+    static bool is_short(int64_t unit_elements) {
+        return unit_elements * int64_t(sizeof(float)) < kLargeUnit;
+    }
 
     // Counters, then sums; all zero at the start.
     int64_t bytes() const {

@@ -75,15 +75,18 @@ const char* why_not(const BackwardProblem& whole, const Device&) {
     return switched_off();
 }
 
+// Under a diagonal, heads go in small sections where the cache then holds dQ's sums of all that are begun.
 RowTiling key_tiling(const ForwardProblem& problem, const Device& device) {
-    return RowTiling::of_keys(problem, kConfiguration.key_tile, device.l2_bytes / 3);
+    const int64_t group = problem.heads_q / std::max<int64_t>(problem.heads_k, 1);
+    const bool packed = problem.cu_seqlens_q || problem.cu_seqlens_k;
+    const bool small = !packed && DqSums::is_short(problem.seqlen_q * group * kConfiguration.head_dim);
+    return RowTiling::of_keys(problem, kConfiguration.key_tile, device.l2_bytes / (small ? 12 : 3));
 }
 
 DqSums dq_sums_of(const ForwardProblem& problem, const RowTiling& keys, const Device& device) {
     return DqSums(keys, RowTiling::of_queries(problem, kConfiguration.query_tile, 0),
                   problem.heads_q / std::max<int64_t>(problem.heads_k, 1), device.multiprocessors,
-                  kConfiguration.query_tile * kConfiguration.head_dim, keys.section() == 1,
-                  float(problem.softmax_scale));
+                  kConfiguration.query_tile * kConfiguration.head_dim, true, float(problem.softmax_scale));
 }
 
 // Of a part of the workspace, so that the next one is aligned.

@@ -75,7 +75,7 @@ class ForwardConsumer {
 
     // Names of barriers: 0 is the block's.
     static constexpr int kTurns = 1, kConsumers = 1 + c.warpgroups;
-    static constexpr int kTurnThreads = 256;  // those whose turn it is, and those who were before
+    static constexpr int kTurnThreads = 256;          // those whose turn it is, and those who were before
     static constexpr uint32_t kUnsettled = 1u << 31;  // beside a note's flags
     // Of a row's exponentials, so many are prepared at once.
     static constexpr int kAhead = 4;
@@ -322,8 +322,8 @@ class ForwardConsumer {
         float reference = softmax_.rows[r].reference(), sum = softmax_.rows[r].row_sum;
 #pragma unroll
         for (int column = 0; column < Scores::columns; ++column) {
-            // Waits for an exponential: ptxas would begin with all multiplications, and leave the exponentials
-            // nothing to hide behind.
+            // Waits for an exponential: ptxas would begin with all multiplications, and leave the
+            // exponentials nothing to hide behind.
             if (column >= 2 * kAhead && column % kAhead == 0)
                 reference = fmaf(s.at(r, column - 2 * kAhead), 0, reference);
             float& p = s.at(r, column);
@@ -371,8 +371,7 @@ class ForwardConsumer {
                 if (column % 32 == 0)
                     shown = columns_in_front_of(keys.end - first, lane_index()) &
                             ~columns_in_front_of(keys.begin - first, lane_index());
-                if (!(shown >> column % 32 & 1))
-                    s.at(r, column) = OnlineSoftmax<GpuMath>::minus_infinity();
+                if (!(shown >> column % 32 & 1)) s.at(r, column) = OnlineSoftmax<GpuMath>::minus_infinity();
             }
         }
     }
