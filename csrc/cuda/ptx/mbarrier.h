@@ -49,6 +49,7 @@ __device__ __forceinline__ bool mbarrier_test(uint32_t barrier, uint32_t parity)
     return done;
 }
 
+// Until it is.
 __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity) {
 #if __CUDA_ARCH__ >= 900
     uint32_t done;

@@ -223,7 +223,7 @@ class BackwardConsumer {
 #pragma unroll
         for (int tile = 0; tile < Scores::column_tiles; ++tile) {
             const float2 lse = kEarlyLse ? early.of[tile] : pair_of(shared_.lse[n % c.stages], tile);
-            float(&x)[4] = s.value[0][tile];
+            float (&x)[4] = s.value[0][tile];
             x[0] = GpuMath::exponential(x[0] * score_unit_ - lse.x);
             x[1] = GpuMath::exponential(x[1] * score_unit_ - lse.y);
             x[2] = GpuMath::exponential(x[2] * score_unit_ - lse.x);
@@ -236,8 +236,8 @@ class BackwardConsumer {
 #pragma unroll
         for (int tile = 0; tile < Scores::column_tiles; ++tile) {
             const float2 delta = pair_of(shared_.delta[n % c.stages], tile);
-            float(&x)[4] = dp.value[0][tile];
-            const float(&factor)[4] = p.value[0][tile];
+            float (&x)[4] = dp.value[0][tile];
+            const float (&factor)[4] = p.value[0][tile];
             x[0] = factor[0] * (x[0] - delta.x);
             x[1] = factor[1] * (x[1] - delta.y);
             x[2] = factor[2] * (x[2] - delta.x);
@@ -271,6 +271,7 @@ class BackwardConsumer {
         }
         return shown;
     }
+
     // P and dS are zero where invisible: what lies behind the mask may be infinite. NaN where a row of Q, dO
     // or K that is not finite is seen.
     __device__ __forceinline__ void mask(Scores& p, Scores& ds, const QueryNote& note, const Words& words,
