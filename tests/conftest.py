@@ -18,6 +18,9 @@ def has_gpu_engine():
     return any(engine["usable"] and engine["name"] != "cpu" for engine in flash_attn.build_info()["engines"])
 
 
+# pytest-xdist's workers share the processor. Each with threads for all of it, they would stand in line.
+torch.set_num_threads(max(1, torch.get_num_threads() // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))))
+
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() and has_gpu_engine() else [])
 
 

@@ -33,16 +33,16 @@ def keep_mask(seed, offset, dropout_p, batch, num_heads, seqlen_q, seqlen_k):
     One Philox call serves 8 of the scores of a 16 x 16 patch: a 16-bit value for each of 2 query halves x 2
     key halves x 2 neighbouring keys.
     """
-    head = np.arange(batch * num_heads)[:, None, None]
-    query = np.arange(seqlen_q)[None, :, None]
-    key = np.arange(seqlen_k)[None, None, :]
-    shape = (batch * num_heads, seqlen_q, seqlen_k)
-    x0 = np.broadcast_to(key // 16 * 32 + query % 8 * 4 + key % 8 // 2, shape)
-    x1 = np.broadcast_to(query // 16, shape)
-    x2 = np.broadcast_to(head, shape)
-    x3 = np.full(shape, offset & 0xFFFFFFFF)
-    words = philox_4x32_10((x0, x1, x2, x3), (seed & 0xFFFFFFFF, (seed >> 32) ^ (offset >> 32)))
-    slot = np.broadcast_to(query // 8 % 2 * 4 + key // 8 % 2 * 2 + key % 2, shape)
-    word = np.choose(slot // 2, words)
-    value = (word >> (16 * (slot % 2)).astype(np.uint64)) & np.uint64(0xFFFF)
-    return (value >= threshold_of(dropout_p)).reshape(batch, num_heads, seqlen_q, seqlen_k)
+    patch_rows, patch_columns = (seqlen_q + 15) // 16, (seqlen_k + 15) // 16
+    shape = (batch * num_heads, patch_rows, 8, patch_columns, 4)  # a call each
+    head, patch_row, row, patch_column, pair = np.ogrid[tuple(map(slice, shape))]
+    counter = (patch_column * 32 + row * 4 + pair, patch_row, head, np.array(offset & 0xFFFFFFFF))
+    words = philox_4x32_10([np.broadcast_to(x, shape) for x in counter],
+                           (seed & 0xFFFFFFFF, (seed >> 32) ^ (offset >> 32)))
+    threshold = threshold_of(dropout_p)
+    kept = np.empty((batch * num_heads, patch_rows, 2, 8, patch_columns, 2, 4, 2), dtype=bool)
+    for i, word in enumerate(words):
+        kept[:, :, i // 2, :, :, i % 2, :, 0] = (word & np.uint64(0xFFFF)) >= threshold
+        kept[:, :, i // 2, :, :, i % 2, :, 1] = (word >> np.uint64(16)) >= threshold
+    kept = kept.reshape(batch, num_heads, patch_rows * 16, patch_columns * 16)
+    return kept[:, :, :seqlen_q, :seqlen_k].copy()
