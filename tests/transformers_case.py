@@ -222,7 +222,7 @@ def report(device, implementation):
     of the tested model and of eager in the same dtype, relative to the largest number."""
     print(f"{'model':8} {'layout':7} {'dtype':9} {'logits':>8} {'eager':>8} {'gradients':>10} {'eager':>8}")
     for name in [*DECODERS, "bert"]:
-        # For float32, Transformers' own path asks an nn.Linear of the model for another dtype. GPT-2 has none.
+        # Of float32 models Transformers' own path asks an nn.Linear for another dtype; GPT-2 has none.
         refused = [torch.float32] if name == "gpt2" and implementation == "flash_attention_2" else []
         for dtype in (torch.float32, torch.bfloat16):
             if dtype in refused:
