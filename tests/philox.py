@@ -45,4 +45,4 @@ def keep_mask(seed, offset, dropout_p, batch, num_heads, seqlen_q, seqlen_k):
         kept[:, :, i // 2, :, :, i % 2, :, 0] = (word & np.uint64(0xFFFF)) >= threshold
         kept[:, :, i // 2, :, :, i % 2, :, 1] = (word >> np.uint64(16)) >= threshold
     kept = kept.reshape(batch, num_heads, patch_rows * 16, patch_columns * 16)
-    return kept[:, :, :seqlen_q, :seqlen_k].copy()
+    return kept[:, :, :seqlen_q, :seqlen_k]

@@ -38,6 +38,11 @@ class RowTiling {
                          row_bytes(problem) * problem.seqlen_q * group_of(problem), cache_bytes, 1);
     }
 
+    // Query heads of a key head.
+    static int64_t group_of(const ForwardProblem& problem) {
+        return at_least_1(problem.heads_q / at_least_1(problem.heads_k));
+    }
+
     FLASH_HOST_DEVICE int64_t count() const { return count_; }
     FLASH_HOST_DEVICE uint32_t tiles() const { return tiles_; }  // of a head
     int64_t heads() const { return all_heads_; }                 // of all batch entries
@@ -98,10 +103,6 @@ class RowTiling {
           count_((cu_seqlens ? packed_.slots() : cuts_.count()) * all_heads_) {}
 
     static int64_t at_least_1(int64_t count) { return count > 1 ? count : 1; }
-
-    static int64_t group_of(const ForwardProblem& problem) {
-        return at_least_1(problem.heads_q / at_least_1(problem.heads_k));
-    }
 
     // Of a query and its output's gradient, of a key and its value.
     static int64_t row_bytes(const ForwardProblem& problem) {

@@ -1,6 +1,4 @@
 // One row of the kernel table and one element type, compiled into the kernels of each feature set.
-#include <algorithm>
-
 #include "../any/rows.h"
 #include "../launch.h"
 #include "backward.cuh"
@@ -64,7 +62,7 @@ DqSums dq_sums_of(const ForwardProblem& problem, const RowTiling& keys, const De
     dense.key_blocks = {};
     const RowTiling queries = RowTiling::of_queries(dense, kConfiguration.query_tile, 0);
     if (problem.deterministic) return DqSums(queries);
-    return DqSums(keys, queries, problem.heads_q / std::max<int64_t>(problem.heads_k, 1),
+    return DqSums(keys, queries, RowTiling::group_of(problem),
                   int64_t(device.multiprocessors) * kConfiguration.blocks,
                   kConfiguration.query_tile * kConfiguration.head_dim, kShares || keys.section() == 1,
                   features_of(problem) == Features::none ? float(problem.softmax_scale) : 1.f);

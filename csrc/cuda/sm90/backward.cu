@@ -1,8 +1,6 @@
 // One row of the kernel table and one element type.
 #include "backward.cuh"
 
-#include <algorithm>
-
 #include "../any/rows.h"
 #include "backward_producer.cuh"
 #include "problem.h"
@@ -77,15 +75,15 @@ const char* why_not(const BackwardProblem& whole, const Device&) {
 
 // Under a diagonal, heads go in small sections where the cache then holds dQ's sums of all that are begun.
 RowTiling key_tiling(const ForwardProblem& problem, const Device& device) {
-    const int64_t group = problem.heads_q / std::max<int64_t>(problem.heads_k, 1);
     const bool packed = problem.cu_seqlens_q || problem.cu_seqlens_k;
-    const bool small = !packed && DqSums::is_short(problem.seqlen_q * group * kConfiguration.head_dim);
+    const int64_t unit = RowTiling::group_of(problem) * problem.seqlen_q * kConfiguration.head_dim;
+    const bool small = !packed && DqSums::is_short(unit);
     return RowTiling::of_keys(problem, kConfiguration.key_tile, device.l2_bytes / (small ? 12 : 3));
 }
 
 DqSums dq_sums_of(const ForwardProblem& problem, const RowTiling& keys, const Device& device) {
     return DqSums(keys, RowTiling::of_queries(problem, kConfiguration.query_tile, 0),
-                  problem.heads_q / std::max<int64_t>(problem.heads_k, 1), device.multiprocessors,
+                  RowTiling::group_of(problem), device.multiprocessors,
                   kConfiguration.query_tile * kConfiguration.head_dim, true, float(problem.softmax_scale));
 }
 
