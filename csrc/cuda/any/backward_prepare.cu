@@ -66,6 +66,7 @@ __global__ void __launch_bounds__(kThreads)
     *statistics_of<float>(aligned.delta, at.batch, place, at.head) = delta;
     *statistics_of<float>(aligned.lse_log2, at.batch, place, at.head) =
         seen ? lse * float(GpuMath::unit) : INFINITY;
+    if (!(fabsf(lse) + fabsf(delta) < INFINITY)) *aligned.not_finite = 1;
 }
 
 }  // namespace

@@ -9,10 +9,11 @@ namespace flash::cuda {
 // problem.delta = rowsum(dO * O) - dlse (docs/algorithm.md), 0 for rows that saw no key.
 void compute_delta(const BackwardProblem& problem, const Launch& launch);
 // That, and lse in log 2, infinite for rows that saw no key, so that every probability of theirs is 0; both
-// by aligned rows.
+// by aligned rows. not_finite becomes 1 if one of them is not finite, and stays what it was else.
 struct AlignedStatistics {
     RowStatistics lse_log2, delta;
     AlignedRows rows;
+    uint32_t* not_finite;
 };
 void compute_delta(const BackwardProblem& problem, const AlignedStatistics& to, const Launch& launch);
 

@@ -28,6 +28,8 @@ __global__ void __launch_bounds__(kConfiguration.threads, 1)
     if (threadIdx.x == 0) {
         shared.start();
         fence_async_proxy();
+        // Of packed sequences, rows that belong to none are copied, too, and nobody has looked at them.
+        shared.all_finite = !problem.forward.cu_seqlens_q && *statistics.not_finite == 0;
     }
     if (threadIdx.x == kConfiguration.consumers)
         shared.plan.make(problem.forward, tiling, dq_sums, statistics.rows, blockIdx.x,
@@ -110,26 +112,29 @@ int64_t turns_bytes(const ForwardProblem& problem, const DqSums& dq_sums) {
     return problem.deterministic ? padded(bytes) : 0;
 }
 
-// lse in log 2, delta, turns, then the sums of dQ.
+// lse in log 2, delta, whether they are finite, turns, then the sums of dQ.
 int64_t workspace_bytes(const BackwardProblem& problem, const Device& device) {
     const ForwardProblem& forward = problem.forward;
     const DqSums dq_sums = dq_sums_of(forward, key_tiling(forward, device), device);
-    return 2 * statistics_bytes(forward) + turns_bytes(forward, dq_sums) + dq_sums.bytes();
+    return 2 * statistics_bytes(forward) + padded(4) + turns_bytes(forward, dq_sums) + dq_sums.bytes();
 }
 
 void launch(const BackwardProblem& problem, const Launch& launch) {
     const ForwardProblem& forward = problem.forward;
     char* const workspace = static_cast<char*>(launch.workspace);
     const int64_t bytes = statistics_bytes(forward);
+    char* const zeros = workspace + 2 * bytes;
     const AlignedStatistics statistics{statistics_at(forward, workspace),
-                                       statistics_at(forward, workspace + bytes), aligned_rows(forward)};
-    compute_delta(problem, statistics, launch);
+                                       statistics_at(forward, workspace + bytes), aligned_rows(forward),
+                                       reinterpret_cast<uint32_t*>(zeros)};
     const RowTiling keys = key_tiling(forward, launch.device);
     DqSums dq_sums = dq_sums_of(forward, keys, launch.device);
-    char* const turns = workspace + 2 * bytes;
+    char* const turns = zeros + padded(4);
     const int64_t before_sums = turns_bytes(forward, dq_sums);
-    check(cudaMemsetAsync(turns, 0, before_sums + dq_sums.bytes(), static_cast<cudaStream_t>(launch.stream)),
+    check(cudaMemsetAsync(zeros, 0, padded(4) + before_sums + dq_sums.bytes(),
+                          static_cast<cudaStream_t>(launch.stream)),
           FLASH_KERNEL_NAME);
+    compute_delta(problem, statistics, launch);
     dq_sums.lie_at(turns + before_sums);
     constexpr int query_tile = kConfiguration.query_tile, key_tile = kConfiguration.key_tile;
     const BackwardMaps maps{

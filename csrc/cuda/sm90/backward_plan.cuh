@@ -98,6 +98,7 @@ struct BackwardShared {
     uint32_t bad_queries[c.stages][(c.query_tile + 31) / 32];
     uint32_t bad_keys[(c.key_tile + 31) / 32];
     bool has_bad_keys, finishes_dq;
+    bool all_finite;  // lse and delta of all queries, and so Q and dO
     BackwardPlan plan;
 
     // By one thread.

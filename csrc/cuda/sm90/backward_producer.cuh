@@ -133,6 +133,7 @@ class BackwardProducer {
     }
     // A row of Q or dO that is not finite leaves its mark on lse or delta.
     __device__ __forceinline__ bool may_be_bad(Position first, int head) const {
+        if (shared_.all_finite) return false;
         const BackwardPlan& plan = shared_.plan;
         const int own = min(first + c.query_tile, plan.mask.seqlen_q);
         bool bad = false;
