@@ -173,3 +173,15 @@ def test_neighbours_that_are_not_finite(head_dim, value):
 def test_backward_of_many_heads_and_ragged_tiles(seqlens, head_dim):
     given = case(HALF, head_dim, *seqlens, num_heads=8, num_heads_k=1, causal=seqlens[0] == 129)
     given.check(given.draw(), given.draw_dlse())
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("features", ["plain", "causal", "window", "packed"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_backward_of_many_tiles_of_keys(head_dim, features, deterministic):
+    """Each block takes several of them; where it can, all of a head."""
+    given = case(HALF, head_dim, 260, 300, **{**FEATURES[features], "num_heads": 12, "num_heads_k": 12})
+    if features == "packed":
+        ends = (0, 70, 70, 203, 203, 470)
+        given = dataclasses.replace(given, cu_seqlens_q=ends, cu_seqlens_k=(0, 0, 130, 290, 300, 560))
+    given.check(actual=given.run(deterministic=deterministic))

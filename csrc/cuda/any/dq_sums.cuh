@@ -38,15 +38,23 @@ class DqSums {
         : queries_(queries),
           units_(keys.heads()),
           sharers_(keys.tiles()),
-          in_walk_(in_walk && keys.count() > 0 && is_short(group * queries.tiles() * tile_elements)),
+          in_walk_(in_walk && keys.count() > 0 &&
+                   group * queries.tiles() * tile_elements * int64_t(sizeof(float)) < kLargeUnit),
           places_(uint32_t(places(keys, blocks_at_once))),
           unit_tiles_(uint32_t(group * queries.tiles())),
           tile_elements_(tile_elements),
           scale_(scale) {}
 
-    // Whether units of so many numbers may be finished in the walk.
-    static bool is_short(int64_t unit_elements) {
-        return unit_elements * int64_t(sizeof(float)) < kLargeUnit;
+    // A place for each of so many blocks, which do whole units one after the other. Nothing has to be zero.
+    static DqSums of_blocks(const RowTiling& queries, int64_t group, int64_t blocks, int64_t tile_elements,
+                            float scale) {
+        DqSums sums(queries);
+        sums.places_ = Division(uint32_t(blocks));
+        sums.unit_tiles_ = Division(uint32_t(group * queries.tiles()));
+        sums.tile_elements_ = tile_elements;
+        sums.scale_ = scale;
+        sums.in_walk_ = true;
+        return sums;
     }
 
     // Counters, then sums; all zero at the start.
@@ -165,6 +173,17 @@ class DqTile {
             const auto& x = dq.value[m][n];
             cuda::store_shared(place + first * 4, make_uint4(__float_as_uint(x[0]), __float_as_uint(x[1]),
                                                              __float_as_uint(x[2]), __float_as_uint(x[3])));
+        });
+    }
+
+    // dq += the warp's sums at a place in shared memory.
+    __device__ __forceinline__ static void add_shared(Accumulators& dq, uint32_t place) {
+        place += lane_index() * 16;
+        each([&](int m, int n, int first) {
+            auto& x = dq.value[m][n];
+            const uint4 sum = load_shared_16(place + first * 4);
+            x[0] += __uint_as_float(sum.x), x[1] += __uint_as_float(sum.y);
+            x[2] += __uint_as_float(sum.z), x[3] += __uint_as_float(sum.w);
         });
     }
 

@@ -1,5 +1,6 @@
 // Additions to device memory that bring nothing back: of registers (PTX ISA, "red"; four floats at once from
-// Hopper on), or of what lies in shared memory, by the copy engine ("cp.reduce.async.bulk").
+// Hopper on), or of what lies in shared memory, by the copy engine ("cp.reduce.async.bulk"), which also
+// stores first summands and brings sums back ("cp.async.bulk").
 #pragma once
 
 #include <cstdint>
@@ -22,6 +23,25 @@ __device__ __forceinline__ void bulk_reduce_add(float* global, uint32_t shared, 
         "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;\n"
         "cp.async.bulk.commit_group;\n" ::"l"(__cvta_generic_to_global(global)),
         "r"(shared), "r"(bytes)
+        : "memory");
+}
+
+// The same, with nothing there before.
+__device__ __forceinline__ void bulk_store(float* global, uint32_t shared, uint32_t bytes) {
+    asm volatile(
+        "cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\n"
+        "cp.async.bulk.commit_group;\n" ::"l"(__cvta_generic_to_global(global)),
+        "r"(shared), "r"(bytes)
+        : "memory");
+}
+
+// Into shared memory; the mbarrier is told of every byte.
+__device__ __forceinline__ void bulk_load(uint32_t shared, const float* global, uint32_t bytes,
+                                          uint32_t barrier) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::"r"(
+            shared),
+        "l"(__cvta_generic_to_global(global)), "r"(bytes), "r"(barrier)
         : "memory");
 }
 

@@ -1,7 +1,8 @@
-// FlashAttention backward (docs/algorithm.md) with wgmma: one block owns a tile of keys of one key head and
-// visits the tiles of queries that see it, of every query head of the group in turn. Two warps copy
-// (backward_producer.cuh); each of two warpgroups owns 64 of the keys. Scores are transposed, [keys,
-// queries], so that what one product leaves in registers is the next one's operand:
+// FlashAttention backward (docs/algorithm.md) with wgmma: a block takes one tile of keys of one key head
+// after the other and visits the tiles of queries that see it, of every query head of the group in turn. Two
+// warps copy (backward_producer.cuh), two add to dQ (backward_dq.cuh); each of two warpgroups owns 64 of the
+// keys. Scores are transposed, [keys, queries], so that what one product leaves in registers is the next
+// one's operand:
 //
 //     S^T = K Q^T, dP^T = V dO^T   from shared memory
 //     P^T, dS^T                    registers, rounded
@@ -21,17 +22,15 @@
 #include "../ptx/tma.h"
 #include "../tile/gpu_math.h"
 #include "../tile/warp_product.h"
-#include "backward_plan.cuh"
+#include "backward_dq.cuh"
+#include "store_rows.cuh"
 #include "tensor_map.h"
 #include "warpgroup_product.h"
 
 namespace flash::cuda::sm90 {
 
-// dQ of a tile of queries: 64 x 64 for each warpgroup.
-template <DType dtype, BackwardConfiguration c>
-using Dq = DqTile<dtype, c.query_tile, c.head_dim, c.consumers / 32, c.query_tile / 16>;
-
-template <DType dtype, BackwardConfiguration c>
+// kWholeUnits: see backward_dq.cuh.
+template <DType dtype, BackwardConfiguration c, bool kWholeUnits>
 class BackwardConsumer {
   public:
     // score_unit: from a dot product to a score in log 2.
@@ -41,17 +40,25 @@ class BackwardConsumer {
           dq_sums_(dq_sums),
           shared_(shared),
           score_unit_(score_unit),
-          warpgroup_(warpgroup()),
-          thread_(opaque(threadIdx.x)) {}
+          thread_(__shfl_sync(0xffffffff, threadIdx.x, lane_index())) {}
 
     __device__ __forceinline__ void run() {
-        // Of a 0 that the compiler knew it would make a loop of its own for the first tile.
-        float zero[1] = {0};
-        keep(zero);
-        dk_.fill(zero[0]);
-        dv_.fill(zero[0]);
-        if (shared_.plan.has_queries) walk();
-        store();
+        uint32_t n = 0;  // tiles of queries so far
+#pragma unroll 1
+        for (uint32_t tile = 0;; ++tile) {
+            shared_.await_plan(tile);
+            const BackwardPlan& plan = shared_.plan(tile);
+            if (plan.end) break;
+            warpgroup_ = warpgroup();  // here: else descriptors wait in registers that products can't read
+            // Of a 0 that the compiler knew it would make a loop of its own for the first tile.
+            float zero[1] = {0};
+            keep(zero);
+            dk_.fill(zero[0]);
+            dv_.fill(zero[0]);
+            if (plan.has_queries) walk(tile, n);
+            mbarrier_arrive_warp(shared_address(&shared_.keys_empty));
+            store(plan, tile);
+        }
     }
 
   private:
@@ -81,7 +88,7 @@ class BackwardConsumer {
         return __shfl_sync(0xffffffff, int(threadIdx.x) / 128, 0);
     }
     // Of the tile of keys.
-    __device__ __forceinline__ static int warp_row() { return int(opaque(threadIdx.x)) / 32 * 16; }
+    __device__ __forceinline__ int warp_row() const { return int(thread_) / 32 * 16; }
     __device__ __forceinline__ uint32_t warpgroup_rows() const { return warpgroup_ * 64 * kPanelRowBytes; }
     __device__ __forceinline__ static void meet() { barrier_of<c.consumers>(kConsumers); }
 
@@ -126,22 +133,22 @@ class BackwardConsumer {
         wgmma_commit();
     }
 
-    __device__ __forceinline__ void walk() {
+    // The tiles of queries that see the tile of keys, from the n-th of the block on; n becomes the next one.
+    __device__ __forceinline__ void walk(uint32_t tile, uint32_t& n) {
         Scores s, dp;
         typename Dq::Accumulators dq;
-        uint32_t n = 0;
-        mbarrier_wait(shared_address(&shared_.k_full), 0);
-        await_queries(0);
-        uint32_t flags = shared_.notes[0].flags;
+        await_queries(n);
+        uint32_t flags = shared_.notes[n % c.stages].flags;
         Pairs lse;
-        load_early(lse, 0);
+        load_early(lse, n);
+        mbarrier_wait(shared_address(&shared_.k_full), tile % 2);
         wgmma_fence();
-        start_scores(s, 0);
-        mbarrier_wait(shared_address(&shared_.v_full), 0);
-        await_douts(0);
+        start_scores(s, n);
+        mbarrier_wait(shared_address(&shared_.v_full), tile % 2);
+        await_douts(n);
         wgmma_fence();
-        start_gradients(dp, 0);
-        look_for_bad_keys();
+        start_gradients(dp, n);
+        look_for_bad_keys(tile);
         while (true) {
             const QueryNote& note = shared_.notes[n % c.stages];
             Words words{};
@@ -168,11 +175,12 @@ class BackwardConsumer {
             start_dk(ds, n);
             wgmma_wait<1>();
             keep(registers_of(dq));
-            add_dq(dq, n);
+            hand_over(dq, flags, n);
             wgmma_wait<0>();
             leave(n);
+            ++n;
             if (flags & QueryNote::last) break;
-            await_queries(++n);
+            await_queries(n);
             flags = shared_.notes[n % c.stages].flags;
             load_early(lse, n);
             wgmma_fence();
@@ -192,13 +200,15 @@ class BackwardConsumer {
 
     // What of K is not finite becomes 0, for dQ = dS K, where it may meet a gradient of 0; its keys are
     // noted. S of the first tile is under way.
-    __device__ __forceinline__ void look_for_bad_keys() const {
+    __device__ __forceinline__ void look_for_bad_keys(uint32_t tile) const {
         const uint32_t k = shared_address(shared_.k);
-        if (has_bad_element<dtype, c.consumers, KeyTile>(k)) shared_.has_bad_keys = true;
+        bool& has_bad_keys = shared_.has_bad_keys[tile % 2];
+        if (has_bad_element<dtype, c.consumers, KeyTile>(k)) has_bad_keys = true;
         wgmma_wait<1>();
         meet();
-        if (!shared_.has_bad_keys) return;
-        clear_bad_elements<dtype, c.consumers, KeyTile>(k, shared_.bad_keys);
+        if (threadIdx.x == 0) shared_.forget_bad_keys(tile + 1);  // everybody has left the tile before
+        if (!has_bad_keys) return;
+        clear_bad_elements<dtype, c.consumers, KeyTile>(k, shared_.bad_keys[tile % 2]);
         fence_async_proxy();
         meet();
     }
@@ -247,7 +257,8 @@ class BackwardConsumer {
 
     __device__ __forceinline__ Words words_of(const QueryNote& note) const {
         const ForwardProblem& problem = problem_.forward;
-        const Position key = min(shared_.plan.tile.first + warp_row(), Position(problem.rows_k) - 1);
+        const BackwardPlan& plan = shared_.plan(Shared::tile_of(note.flags));
+        const Position key = min(plan.tile.first + warp_row(), Position(problem.rows_k) - 1);
         const uint32_t* const word = note.bits + key / 32;
         Words words;
 #pragma unroll
@@ -260,8 +271,9 @@ class BackwardConsumer {
 
     // A bit for each of a lane's 16 columns of 64 queries, from what is shown of its second row on in the
     // upper half.
-    __device__ __forceinline__ uint32_t visible(const Words& words, int part) const {
-        const int key = (shared_.plan.tile.first + warp_row() + Scores::row(0)) % 32;
+    __device__ __forceinline__ uint32_t visible(const BackwardPlan& plan, const Words& words,
+                                                int part) const {
+        const int key = (plan.tile.first + warp_row() + Scores::row(0)) % 32;
         uint32_t shown = 0;
 #pragma unroll
         for (int column = 0; column < 16; ++column) {
@@ -276,10 +288,11 @@ class BackwardConsumer {
     // or K that is not finite is seen.
     __device__ __forceinline__ void mask(Scores& p, Scores& ds, const QueryNote& note, const Words& words,
                                          uint32_t n) const {
-        const BackwardPlan& plan = shared_.plan;
+        const uint32_t tile = Shared::tile_of(note.flags);
+        const BackwardPlan& plan = shared_.plan(tile);
 #pragma unroll
         for (int part = 0; part < c.query_tile / 64; ++part) {
-            const uint32_t bits = note.bits ? visible(words, part) : ~0u;
+            const uint32_t bits = note.bits ? visible(plan, words, part) : ~0u;
 #pragma unroll
             for (int r = 0; r < Scores::rows; ++r) {
                 const int row = warp_row() + Scores::row(r);
@@ -289,7 +302,8 @@ class BackwardConsumer {
                                              : Interval(0, 0);
                 const uint32_t shown = bits >> (r * 16) & columns_in_front_of(queries.end - first, thread_) &
                                        ~columns_in_front_of(queries.begin - first, thread_);
-                const bool bad_key = shared_.has_bad_keys && shared_.bad_keys[row / 32] >> row % 32 & 1;
+                const bool bad_key =
+                    shared_.has_bad_keys[tile] && shared_.bad_keys[tile][row / 32] >> row % 32 & 1;
 #pragma unroll
                 for (int column = 0; column < 16; ++column) {
                     float &x = p.at(r, part * 16 + column), &dx = ds.at(r, part * 16 + column);
@@ -316,96 +330,54 @@ class BackwardConsumer {
             stmatrix_x4(ScoreTile::at(place, 0, k * 16), ds.value[k][0]);
     }
 
-    // To shared memory, from where another warp has them added (add_dqs).
-    __device__ __forceinline__ void add_dq(const typename Dq::Accumulators& dq, uint32_t n) const {
-        mbarrier_wait(shared_address(&shared_.dq_empty[warpgroup_]), n % 2 ^ 1);
-        Dq::store_shared(shared_address(shared_.dq) + thread_ / 32 * Dq::warp_elements * 4, dq);
-        mbarrier_arrive_warp(shared_address(&shared_.dq_full[warpgroup_]));
-    }
-
-    __device__ __forceinline__ void store() {
-        const ForwardProblem& problem = problem_.forward;
-        const RowTile& tile = shared_.plan.tile;
-        dk_ *= float(problem.softmax_scale);
-        meet();  // everybody has left K
-        if (threadIdx.x == 0) {
-            if (shared_.plan.has_queries)
-                mbarrier_wait(shared_address(&shared_.dq_added), 0);
-            else
-                dq_sums_.wait_for_place(shared_.plan.place.head);
-            shared_.finishes_dq = dq_sums_.last_of(shared_.plan.place.head);
+    // To shared memory, from where another warp has it added (add_dqs); or to dQ itself, if that has brought
+    // what is to be added.
+    __device__ __forceinline__ void hand_over(typename Dq::Accumulators& dq, uint32_t flags,
+                                              uint32_t n) const {
+        const uint32_t place = shared_address(shared_.dq) + thread_ / 32 * Dq::warp_elements * 4;
+        mbarrier_wait(shared_address(&shared_.dq_empty[warpgroup_]), n % 2);
+        if (!kWholeUnits || !(flags & QueryNote::finishes)) {
+            Dq::store_shared(place, dq);
+            mbarrier_arrive_warp(shared_address(&shared_.dq_full[warpgroup_]));
+            return;
         }
-        store_rows(problem_.dk, problem.head_dim, shared_address(shared_.k), dk_);
-        store_rows(problem_.dv, problem.head_dim_v, shared_address(shared_.v), dv_);
-        meet();
-        if (shared_.finishes_dq)
-            finish_unit<Dq>(problem_, dq_sums_, shared_.plan.place.head, shared_address(shared_.q[0]));
+        const BackwardPlan& plan = shared_.plan(Shared::tile_of(flags));
+        const DqNote& note = shared_.dq_notes[n % kDqNotes];
+        const Position first = note.first;
+        if (first >= plan.begun_from) Dq::add_shared(dq, place);
+        dq *= dq_sums_.scale();
+        const ForwardProblem& problem = problem_.forward;
+        HeadRows<Bits<dtype>> rows(problem_.dq, plan.tile.batch, plan.tile.sequence.first_query_row,
+                                   plan.tile.head * plan.tile.group + note.head, problem.head_dim);
+        mbarrier_arrive_warp(shared_address(&shared_.dq_full[warpgroup_]));
+        rows.data += Dq::column();
+        rows.head_dim -= Dq::column();
+        store_rows<dtype>(rows, dq, first + Dq::row(), {0, plan.tile.sequence.seqlen_q});
     }
 
-    // The warp's, by way of shared memory that nobody reads any more.
-    __device__ __forceinline__ void store_rows(const TensorView& view, int64_t head_dim, uint32_t staging,
-                                               const Gradient& gradient) const {
-        const RowTile& tile = shared_.plan.tile;
-        store_fragment<dtype, KeyTile>(staging, gradient, warp_row(), 0);
-        __syncwarp();
-        const HeadRows<Bits<dtype>> rows(view, tile.batch, tile.sequence.first_key_row, tile.head, head_dim);
-        store_tile<32, KeyTile, 16>(rows, staging + warp_row() * KeyTile::row_bytes, tile.first + warp_row(),
-                                    tile.rows);
+    __device__ __forceinline__ void store(const BackwardPlan& plan, uint32_t tile) {
+        const ForwardProblem& problem = problem_.forward;
+        const auto rows_of = [&](const TensorView& view, int64_t head_dim) {
+            return HeadRows<Bits<dtype>>(view, plan.tile.unowned ? 0 : plan.tile.batch,
+                                         plan.tile.sequence.first_key_row, plan.tile.head, head_dim);
+        };
+        const auto dv = rows_of(problem_.dv, problem.head_dim_v), dk = rows_of(problem_.dk, problem.head_dim);
+        const Position first = plan.tile.first + warp_row();
+        const Interval rows = plan.tile.rows;
+        shared_.leave_plan(tile);  // before the stores: what ptxas keeps in memory comes behind them
+        dk_ *= float(problem.softmax_scale);
+        store_rows<dtype>(dv, dv_, first, rows);
+        store_rows<dtype>(dk, dk_, first, rows);
     }
 
     const BackwardProblem& problem_;
     const DqSums& dq_sums_;
     BackwardShared<c>& shared_;
     const float& score_unit_;
-    const int warpgroup_;
-    const uint32_t thread_;  // read again it would stand in line behind shared memory's
+    int warpgroup_;
+    // threadIdx.x as only a register has it: read again it would stand in line behind shared memory's.
+    const uint32_t thread_;
     Gradient dk_, dv_;
 };
-
-// A warp for each warpgroup, which has its part of every dQ added to the sums. A consumer that did that
-// itself would wait until the copy engine can read what it stored.
-//
-// turns: nullptr, or for every tile of queries two counters of the additions to its halves, 0 at the start.
-// Blocks then add in the order of their keys, so that the sums do not depend on time. They wait for blocks of
-// lower indices alone (DqSums).
-template <DType dtype, BackwardConfiguration c>
-__device__ __forceinline__ void add_dqs(const DqSums& dq_sums, uint32_t* turns, BackwardShared<c>& shared,
-                                        int warpgroup) {
-    using Dq = sm90::Dq<dtype, c>;
-    const BackwardPlan& plan = shared.plan;
-    if (!plan.has_queries) return;
-    // DqTile counts a warp's columns first, warpgroups divide what is left of the columns last.
-    constexpr int warps = c.consumers / 32, row_warps = warps / Dq::column_warps;
-    const int lane = lane_index(), warp = warpgroup * 4 + lane % 4;
-    const int place = (warp % row_warps * Dq::column_warps + warp / row_warps) * Dq::warp_elements;
-    const uint32_t staging = shared_address(shared.dq) + warp * Dq::warp_elements * 4;
-    const uint32_t unit = plan.place.head, turn = plan.tile.first / c.key_tile;
-    bool last = false;
-#pragma unroll 1
-    for (uint32_t n = 0; !last; ++n) {
-        mbarrier_wait(shared_address(&shared.dq_full[warpgroup]), n % 2);
-        const DqNote note = shared.dq_notes[n % kDqNotes];
-        last = note.last;
-        const uint32_t tile =
-            note.head * dq_sums.tiles_of_head() + plan.first_dq_tile + note.first / c.query_tile;
-        const bool waits = turns && plan.earlier.contains(note.first);
-        uint32_t* const mine = turns + (int64_t(unit) * dq_sums.unit_tiles().divisor + tile) * 2 + warpgroup;
-        if (waits)
-            while (load_acquire(mine) != turn) __nanosleep(20);
-        if (lane < 4) {
-            fence_async_proxy();
-            bulk_reduce_add(dq_sums.of_tile(unit, tile) + place, staging, Dq::warp_elements * 4);
-            bulk_wait_read();
-        }
-        mbarrier_arrive_warp(shared_address(&shared.dq_empty[warpgroup]));
-        if (turns) {
-            if (lane < 4) bulk_wait();
-            __syncwarp();
-            if (lane == 0) add_release(mine, waits ? 1 : turn + 1);
-        }
-    }
-    if (lane < 4) bulk_wait();
-    mbarrier_arrive_warp(shared_address(&shared.dq_added));
-}
 
 }  // namespace flash::cuda::sm90

@@ -1,5 +1,5 @@
-// What the warps of a block of the backward share: the block's tile of keys, the ring of tiles of queries,
-// and what the producer says of each of those.
+// What the warps of a block of the backward share: its tiles of keys, the ring of tiles of queries, and what
+// the producer says of each of those.
 #pragma once
 
 #include "../any/dq_sums.cuh"
@@ -19,8 +19,10 @@ struct BackwardConfiguration {
 
 // A tile of queries, beside its stage.
 struct QueryNote {
-    static constexpr uint32_t masked = 1, last = 2,
-                              bad = 4;  // some rows of Q and dO were not finite, and are zeros now
+    static constexpr uint32_t masked = 1, last = 2;
+    static constexpr uint32_t bad = 4;        // some rows of Q and dO were not finite, and are zeros now
+    static constexpr uint32_t finishes = 8;   // dQ, which nobody adds to after this
+    static constexpr uint32_t odd_tile = 16;  // of keys: which plan
     uint32_t flags;
     // If it is masked:
     Position first;
@@ -37,8 +39,17 @@ struct DqNote {
 };
 constexpr int kDqNotes = 8;
 
+// A tile of keys. While the consumers store the gradients of one, the next one's first tiles of queries are
+// copied.
+constexpr int kBackwardPlans = 2;
+
 struct BackwardPlan {
+    bool end;  // there is no tile any more; nothing else is set
     TileOrder::Place place;
+    // If the block does whole units: from which query on others of its tiles have added to dQ before, in
+    // tiles; and whether nobody adds after this one.
+    Position begun_from;
+    bool finishes_dq;
     RowTile tile;
     Mask mask;
     bool partial;  // some of the tile's keys don't exist
@@ -48,9 +59,11 @@ struct BackwardPlan {
     Interval earlier;        // what the tile of keys before this one visits; in multiples of tiles of queries
     SchedulePlace start, walks[2];
 
+    // All but `end`. whole_units: the block does all tiles of a unit, the last keys first.
     __device__ void make(const ForwardProblem& problem, const RowTiling& tiling, const DqSums& dq_sums,
-                         const AlignedRows& statistics, uint32_t index, int query_tile, int key_tile) {
-        place = tiling.place(index);
+                         const AlignedRows& statistics, TileOrder::Place at, bool whole_units, int query_tile,
+                         int key_tile) {
+        place = at;
         tile = tiling(place, problem, false);
         mask = Mask(problem, tile.sequence);
         partial = tile.rows.begin > tile.first || tile.rows.end < tile.first + key_tile;
@@ -71,6 +84,10 @@ struct BackwardPlan {
                       ? Interval(0, 0)
                       : Interval(mask.queries_of(tile.first - key_tile).begin / query_tile * query_tile,
                                  mask.queries_of(tile.first - 1).end);
+        finishes_dq = whole_units && tile.first == 0;
+        const Position later = tile.first + key_tile;
+        begun_from = later < tile.sequence.seqlen_k ? mask.queries_of(later).begin / query_tile * query_tile
+                                                    : INT32_MAX;
     }
 };
 
@@ -78,38 +95,62 @@ template <BackwardConfiguration c>
 struct BackwardShared {
     static constexpr int key_bytes = c.key_tile * c.head_dim * 2, query_bytes = c.query_tile * c.head_dim * 2;
 
-    alignas(1024) char k[key_bytes];  // at the end dK
-    alignas(1024) char v[key_bytes];  // at the end dV
+    alignas(1024) char k[key_bytes];
+    alignas(1024) char v[key_bytes];
     alignas(1024) char q[c.stages][query_bytes];
     alignas(1024) char dout[c.stages][query_bytes];
     alignas(1024) char ds[2][c.key_tile * c.query_tile * 2];  // dS^T
     alignas(16) float dq[c.query_tile * c.head_dim];          // on its way to the sums
     alignas(128) float lse[c.stages][c.query_tile];           // in log 2
     alignas(128) float delta[c.stages][c.query_tile];
-    uint64_t k_full, v_full;
+    uint64_t planned[kBackwardPlans], left[kBackwardPlans];
+    uint64_t k_full, v_full, keys_empty;
     uint64_t q_full[c.stages];  // Q, the note, lse and delta
     uint64_t dout_full[c.stages];
     uint64_t empty[c.stages], masked[c.stages];  // masked: empty, for a tile that is masked
-    uint64_t dq_full[c.warpgroups], dq_empty[c.warpgroups], dq_added;
-    uint64_t landed;  // copies of tiles that have to be looked at before they are handed on
+    uint64_t dq_full[c.warpgroups];   // a tile of the warpgroup's dQ, or what is finished of it is elsewhere
+    uint64_t dq_empty[c.warpgroups];  // room for it, or the sum to which it is to be added
+    uint64_t landed;                  // copies of tiles that have to be looked at before they are handed on
     QueryNote notes[c.stages];
     static_assert(c.stages + 2 <= kDqNotes);
     DqNote dq_notes[kDqNotes];
     uint32_t bad_queries[c.stages][(c.query_tile + 31) / 32];
-    uint32_t bad_keys[(c.key_tile + 31) / 32];
-    bool has_bad_keys, finishes_dq;
+    // Of a tile and the next one.
+    uint32_t bad_keys[2][(c.key_tile + 31) / 32];
+    bool has_bad_keys[2];
     bool all_finite;  // lse and delta of all queries, and so Q and dO
-    BackwardPlan plan;
+    BackwardPlan plans[kBackwardPlans];
+
+    __device__ __forceinline__ BackwardPlan& plan(uint32_t tile) { return plans[tile % kBackwardPlans]; }
+    __device__ __forceinline__ static uint32_t tile_of(uint32_t flags) {
+        return (flags & QueryNote::odd_tile) != 0;
+    }
+    // By each warp that reads plans, but for the one that makes them.
+    __device__ __forceinline__ void await_plan(uint32_t tile) const {
+        mbarrier_wait(in_ring(planned, tile), parity(planned, tile));
+    }
+    __device__ __forceinline__ void leave_plan(uint32_t tile) const {
+        mbarrier_arrive_warp(in_ring(left, tile));
+    }
+    __device__ __forceinline__ void forget_bad_keys(uint32_t tile) {
+        for (uint32_t& keys : bad_keys[tile % 2]) keys = 0;
+        has_bad_keys[tile % 2] = false;
+    }
 
     // By one thread.
     __device__ void start() {
         mbarrier_init(shared_address(&k_full), 1);
         mbarrier_init(shared_address(&v_full), 1);
+        mbarrier_init(shared_address(&keys_empty), c.warpgroups * 4 * kWarpArrivals);
         mbarrier_init(shared_address(&landed), 1);
-        mbarrier_init(shared_address(&dq_added), c.warpgroups * kWarpArrivals);
+        for (int i = 0; i < kBackwardPlans; ++i) {
+            mbarrier_init(shared_address(&planned[i]), 1);
+            mbarrier_init(shared_address(&left[i]), (c.warpgroups * 4 + c.warpgroups + 1) * kWarpArrivals);
+        }
+        for (int i = 0; i < 2; ++i) forget_bad_keys(i);
         for (int i = 0; i < c.warpgroups; ++i) {
             mbarrier_init(shared_address(&dq_full[i]), 4 * kWarpArrivals);
-            mbarrier_init(shared_address(&dq_empty[i]), kWarpArrivals);
+            mbarrier_init(shared_address(&dq_empty[i]), 1);
         }
         for (int i = 0; i < c.stages; ++i) {
             mbarrier_init(shared_address(&q_full[i]), 1);
@@ -117,8 +158,6 @@ struct BackwardShared {
             mbarrier_init(shared_address(&empty[i]), c.warpgroups * 4 * kWarpArrivals);
             mbarrier_init(shared_address(&masked[i]), 1);
         }
-        for (uint32_t& keys : bad_keys) keys = 0;
-        has_bad_keys = false;
     }
 };
 

@@ -1,7 +1,5 @@
 // One row of the kernel table and one element type.
 #include <algorithm>
-#include <atomic>
-#include <random>
 
 #include "forward.cuh"
 #include "problem.h"
@@ -74,29 +72,16 @@ RowTiling tiling_of(const ForwardProblem& problem, const Device& device) {
                                  device.multiprocessors);
 }
 
-// Under a mask, and in packed sequences, tiles see different numbers of keys.
 int64_t workspace_bytes(const ForwardProblem& problem, int) {
-    const bool unequal = problem.window_left >= 0 || problem.window_right >= 0 || problem.cu_seqlens_q ||
-                         problem.cu_seqlens_k || problem.key_blocks.counts;
-    return unequal ? TileQueue::workspace_bytes : 0;
-}
-
-// Differs from that of every launch whose ticket may still lie in memory.
-uint64_t new_ticket() {
-    static std::atomic<uint64_t> ticket = [] {
-        std::random_device random;
-        return uint64_t(random()) << 32 | random();
-    }();
-    const uint64_t mine = ++ticket;
-    return mine ? mine : ++ticket;
+    return TileQueue::needs_counter(problem) ? TileQueue::workspace_bytes : 0;
 }
 
 void launch(const ForwardProblem& problem, int, const Launch& launch) {
     const float score_unit = float(problem.softmax_scale * GpuMath::unit);
     const double natural = problem.softmax_scale / double(score_unit);
     const RowTiling tiling = tiling_of(problem, launch.device);
-    const TileQueue queue(tiling, problem.seqlen_k >= 16 * kConfiguration.key_tile,
-                          static_cast<TileCounter*>(launch.workspace), new_ticket());
+    const TileQueue queue(tiling, tiling.count(), problem.seqlen_k >= 16 * kConfiguration.key_tile,
+                          launch.workspace);
     const ForwardMaps maps{
         tensor_map(queries_of(problem, problem.q, problem.head_dim), kDType, 64),
         tensor_map(keys_of(problem, problem.k, problem.head_dim), kDType, kConfiguration.key_tile),

@@ -22,7 +22,7 @@ class ForwardPlanner {
           maps_(maps),
           tiling_(queue.tiling),
           late_(queue.late),
-          queue_(queue),
+          queue_(queue, true),
           shared_(shared) {}
 
     // One thread.

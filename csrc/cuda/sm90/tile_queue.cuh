@@ -2,6 +2,9 @@
 // the next one when it needs one; else the order is fixed, and nothing is asked.
 #pragma once
 
+#include <atomic>
+#include <random>
+
 #include "../any/row_tile.cuh"
 #include "../ptx/counter.h"
 
@@ -16,52 +19,79 @@ struct TileCounter {
     uint32_t next;
 };
 
+// Differs from that of every launch whose ticket may still lie in memory. On the host.
+inline uint64_t new_ticket() {
+    static std::atomic<uint64_t> ticket = [] {
+        std::random_device random;
+        return uint64_t(random()) << 32 | random();
+    }();
+    const uint64_t mine = ++ticket;
+    return mine ? mine : ++ticket;
+}
+
 class TileQueue {
   public:
     static constexpr int64_t workspace_bytes = sizeof(TileCounter);
 
+    // Under a mask, and in packed sequences, tiles take different times.
+    static bool needs_counter(const ForwardProblem& problem) {
+        return problem.window_left >= 0 || problem.window_right >= 0 || problem.cu_seqlens_q ||
+               problem.cu_seqlens_k || problem.key_blocks.counts || problem.query_blocks.counts;
+    }
+
     // On the host. counter == nullptr: block b of n takes the tiles b, 2n - 1 - b, 2n + b, ...
-    // late: tiles take so long that the next one is taken only when one is begun.
-    TileQueue(const RowTiling& tiling, bool late, TileCounter* counter, uint64_t ticket)
-        : tiling(tiling), late(late), counter_(counter), ticket_(ticket) {}
+    // late: tiles take so long that the next one is taken only when one is begun. count: of tiles, or of what
+    // else blocks take.
+    TileQueue(const RowTiling& tiling, int64_t count, bool late, void* counter)
+        : tiling(tiling),
+          late(late),
+          count_(uint32_t(count)),
+          counter_(static_cast<TileCounter*>(counter)),
+          ticket_(counter ? new_ticket() : 0) {}
 
     // What one block has taken so far. For one thread.
     class Reader {
       public:
-        __device__ explicit Reader(const TileQueue& queue) : queue_(queue), next_(blockIdx.x) {}
+        // ahead: the number after the next one is asked for already, so that nobody waits for the answer.
+        __device__ Reader(const TileQueue& queue, bool ahead)
+            : queue_(queue), ahead_(ahead), next_(blockIdx.x) {}
 
         // The next tile's number, for tiling(); false at the end.
         __device__ bool take(uint32_t& index) {
+            if (taken_ == 0)
+                start();
+            else if (!ahead_)
+                next_ = following();
             index = next_;
-            const uint32_t count = uint32_t(queue_.tiling.count());
-            if (index >= count) {
-                if (queue_.counter_ && index == count + last()) queue_.counter_->ticket = 0;
+            if (index >= queue_.count_) {
+                if (queue_.counter_ && index == queue_.count_ + last()) queue_.counter_->ticket = 0;
                 return false;
             }
             ++taken_;
-            next_ = queue_.counter_ ? ask()
-                                    : taken_ * gridDim.x + (taken_ % 2 ? last() - blockIdx.x : blockIdx.x);
+            if (ahead_) next_ = following();
             return true;
         }
 
       private:
         __device__ static uint32_t last() { return gridDim.x - 1; }
 
-        // One tile ahead, so that nobody waits for the answer.
-        __device__ uint32_t ask() const {
+        __device__ void start() const {
             TileCounter* const counter = queue_.counter_;
-            if (taken_ == 1) {
-                if (blockIdx.x == 0) {
-                    counter->next = gridDim.x;
-                    store_release(&counter->ticket, queue_.ticket_);
-                } else {
-                    while (load_acquire(&counter->ticket) != queue_.ticket_) continue;
-                }
-            }
+            if (!counter || blockIdx.x > 0) return;
+            counter->next = gridDim.x;
+            store_release(&counter->ticket, queue_.ticket_);
+        }
+
+        __device__ uint32_t following() const {
+            TileCounter* const counter = queue_.counter_;
+            if (!counter) return taken_ * gridDim.x + (taken_ % 2 ? last() - blockIdx.x : blockIdx.x);
+            if (taken_ == 1 && blockIdx.x > 0)
+                while (load_acquire(&counter->ticket) != queue_.ticket_) continue;
             return add_relaxed(&counter->next, 1);
         }
 
         const TileQueue& queue_;
+        const bool ahead_;
         uint32_t taken_ = 0, next_;
     };
 
@@ -69,6 +99,7 @@ class TileQueue {
     const bool late;
 
   private:
+    uint32_t count_;
     TileCounter* counter_;
     uint64_t ticket_;  // not 0
 };
