@@ -155,8 +155,10 @@ void launch(const BackwardProblem& problem, const Launch& launch) {
     dq_sums.lie_at(turns + before_sums);
     constexpr int query_tile = kConfiguration.query_tile, key_tile = kConfiguration.key_tile;
     const int64_t count = whole_units ? keys.heads() : keys.count();
-    // Always by a counter: blocks in step would add to the same sums at the same time.
-    const TileQueue queue(keys, count, false, launch.workspace);
+    // In turns, blocks have to begin in the order of their tiles: as the device starts them, one for each.
+    // Else by a counter, since blocks in step would add to the same sums at the same time.
+    const int64_t blocks = before_sums ? count : std::min<int64_t>(count, launch.device.multiprocessors);
+    const TileQueue queue(keys, count, false, before_sums ? nullptr : launch.workspace);
     const BackwardMaps maps{
         tensor_map(queries_of(forward, forward.q, forward.head_dim), kDType, query_tile),
         tensor_map(queries_of(forward, problem.dout, forward.head_dim_v), kDType, query_tile),
@@ -165,9 +167,8 @@ void launch(const BackwardProblem& problem, const Launch& launch) {
         tensor_map(statistics.lse_log2, forward, statistics.rows.count(), query_tile),
         tensor_map(statistics.delta, forward, statistics.rows.count(), query_tile)};
     launch_kernel(FLASH_KERNEL_NAME, whole_units ? attention_backward<true> : attention_backward<false>,
-                  std::min<int64_t>(count, launch.device.multiprocessors), kConfiguration.threads,
-                  sizeof(Shared), launch, problem, maps, statistics, queue, dq_sums,
-                  before_sums ? reinterpret_cast<uint32_t*>(turns) : nullptr,
+                  blocks, kConfiguration.threads, sizeof(Shared), launch, problem, maps, statistics, queue,
+                  dq_sums, before_sums ? reinterpret_cast<uint32_t*>(turns) : nullptr,
                   float(forward.softmax_scale * GpuMath::unit));
     launch_kernel(FLASH_KERNEL_NAME, finish_dq, dq_sums.unfinished_tiles(), kConfiguration.consumers,
                   query_tile * kConfiguration.head_dim * 2, launch, problem, dq_sums);
