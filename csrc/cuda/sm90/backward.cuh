@@ -350,9 +350,12 @@ class BackwardConsumer {
         HeadRows<Bits<dtype>> rows(problem_.dq, plan.tile.batch, plan.tile.sequence.first_query_row,
                                    plan.tile.head * plan.tile.group + note.head, problem.head_dim);
         mbarrier_arrive_warp(shared_address(&shared_.dq_full[warpgroup_]));
-        rows.data += Dq::column();
-        rows.head_dim -= Dq::column();
-        store_rows<dtype>(rows, dq, first + Dq::row(), {0, plan.tile.sequence.seqlen_q});
+        // The products give a warpgroup all rows first (start_dq).
+        constexpr int row_warps = c.query_tile / 16;
+        const int warp = int(thread_) / 32, column = warp / row_warps * (c.head_dim / Dq::column_warps);
+        rows.data += column;
+        rows.head_dim -= column;
+        store_rows<dtype>(rows, dq, first + warp % row_warps * 16, {0, plan.tile.sequence.seqlen_q});
     }
 
     __device__ __forceinline__ void store(const BackwardPlan& plan, uint32_t tile) {
