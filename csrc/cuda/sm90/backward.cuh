@@ -55,7 +55,10 @@ class BackwardConsumer {
             keep(zero);
             dk_.fill(zero[0]);
             dv_.fill(zero[0]);
-            if (plan.has_queries) walk(tile, n);
+            if (plan.has_queries)
+                walk(tile, n);
+            else
+                mbarrier_wait(shared_address(&shared_.k_full), tile % 2);
             mbarrier_arrive_warp(shared_address(&shared_.keys_empty));
             store(plan, tile);
         }

@@ -61,8 +61,8 @@ __device__ __forceinline__ void add_dqs(const DqSums& dq_sums, uint32_t* turns, 
                     if (lane == 0) mbarrier_expect(empty, 4 * bytes);
                     __syncwarp();
                     if (lane < 4) bulk_load(staging, sums, bytes, empty);
-                    __syncwarp();
                 }
+                __syncwarp();
                 if (lane == 0) mbarrier_arrive(empty);
                 ready = false;
                 mbarrier_wait(full, n % 2);

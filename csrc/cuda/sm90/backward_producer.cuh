@@ -34,9 +34,10 @@ class BackwardProducer {
           shared_(shared) {}
 
     // The whole warp, which waits as a whole, too: a single lane would not sleep meanwhile, and disturb those
-    // that multiply. Plans and the tiles that are masked, or all others and keys and values, so that few
-    // registers suffice for those. What a warp reads in shared memory or spills it waits for as long as
-    // products do; of tiles that are not masked it should read the barrier alone.
+    // that multiply; and no lane has others go on before all have seen what they waited for, or they would
+    // miss it. Plans and the tiles that are masked, or all others and keys and values, so that few registers
+    // suffice for those. What a warp reads in shared memory or spills it waits for as long as products do; of
+    // tiles that are not masked it should read the barrier alone.
     template <bool kMasked>
     __device__ void run() {
         TileQueue::Reader queue(queue_, false);
@@ -47,6 +48,7 @@ class BackwardProducer {
         for (uint32_t tile = 0;; ++tile) {
             if constexpr (kMasked) {
                 mbarrier_wait(in_ring(shared_.left, tile), parity(shared_.left, tile) ^ 1);
+                __syncwarp();
                 if (lane_index() == 0) make_plan(queue, tile);
                 __syncwarp();
             } else {
@@ -153,6 +155,7 @@ class BackwardProducer {
     __device__ __forceinline__ void load_keys(const BackwardPlan& plan, uint32_t tile) const {
         const uint32_t k_full = shared_address(&shared_.k_full), v_full = shared_address(&shared_.v_full);
         mbarrier_wait(shared_address(&shared_.keys_empty), tile % 2 ^ 1);
+        __syncwarp();
         if (lane_index() > 0) return;
         if (plan.has_queries) {
             const int row = int(plan.tile.sequence.first_key_row) + plan.tile.first;
