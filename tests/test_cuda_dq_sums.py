@@ -21,6 +21,19 @@ def test_many_heads(head_dim, features):
     case.check(dlse=case.draw_dlse())
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("group", [1, 2])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_whole_heads(head_dim, causal, group, deterministic):
+    """As many key heads as the GPU has multiprocessors: on Hopper a block does all keys of one, where the cache
+    holds what that needs (csrc/cuda/sm90/backward_dq.cuh)."""
+    heads = torch.cuda.get_device_properties(DEVICE).multi_processor_count
+    case = Case(torch.bfloat16, 2, 450 // group, 500, heads * group, heads, head_dim, causal=causal, device=DEVICE)
+    inputs, dlse = case.draw(), case.draw_dlse()
+    case.check(inputs, dlse, case.run(inputs, dlse, deterministic=deterministic))
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("seqlen_q,seqlen_k", [(1, 200), (130, 65), (300, 300)])
 @pytest.mark.parametrize("causal", [False, True])
