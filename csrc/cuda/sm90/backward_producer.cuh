@@ -78,6 +78,7 @@ class BackwardProducer {
                         bool bad = false;
                         if constexpr (!kMasked) {
                             mbarrier_wait(shared_address(&shared_.empty[stage]), free);
+                            __syncwarp();
                             if (masked && first_lane) mbarrier_arrive(shared_address(&shared_.masked[stage]));
                         }
                         if (masked == kMasked) {
@@ -106,9 +107,6 @@ class BackwardProducer {
                             shared_.dq_notes[n % kDqNotes] = {first, i, last};
                             mbarrier_arrive(shared_address(&shared_.q_full[stage]));
                         }
-                        // Lanes that stay behind would miss phases of the barrier that the first one waits
-                        // for.
-                        __syncwarp();
                         begun = true;
                         ++n;
                         if (++stage == c.stages) stage = 0, free ^= 1;
