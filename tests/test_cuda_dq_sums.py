@@ -26,8 +26,8 @@ def test_many_heads(head_dim, features):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_whole_heads(head_dim, causal, group, deterministic):
-    """As many key heads as the GPU has multiprocessors: on Hopper a block does all keys of one, where the cache
-    holds what that needs (csrc/cuda/sm90/backward_dq.cuh)."""
+    """As many key heads as the GPU has multiprocessors: on Hopper a block does all keys of one, where the
+    cache holds what that needs (csrc/cuda/sm90/backward_dq.cuh)."""
     heads = torch.cuda.get_device_properties(DEVICE).multi_processor_count
     case = Case(torch.bfloat16, 2, 450 // group, 500, heads * group, heads, head_dim, causal=causal,
                 device=DEVICE)
