@@ -2,6 +2,7 @@
 it can do. The inputs of `pytest tests`, which run on real engines, are many times as many."""
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,9 @@ import reference
 from acceptance import Expected
 from attention_case import Case, check_empty_rows
 from gpu import deterministic_as_asked  # noqa: F401
+
+# `python -m pytest` in the repository would take the package there, whose engine is the CPU's.
+assert not Path(flash_attn.__file__).is_relative_to(Path(__file__).parents[2]), "not the emulated package"
 
 HALF, SINGLE = torch.bfloat16, torch.float32
 
