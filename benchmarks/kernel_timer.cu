@@ -2,7 +2,8 @@
 //
 //     kernel_timer tokens width seqlen:causal ...
 //
-// prints a line for each cell: seqlen, causal, seconds (median), and a checksum of what was written.
+// prints a line for each cell: seqlen, causal, seconds (median), and a checksum of what was written. causal
+// is 0 or 1, with a d behind it for the deterministic backward.
 #include FLASH_SOURCE
 
 #include <cmath>
@@ -70,7 +71,7 @@ Device this_device() {
             int64_t(properties.sharedMemPerBlockOptin), properties.l2CacheSize};
 }
 
-void time_cell(int64_t tokens, int64_t width, int64_t seqlen, bool causal) {
+void time_cell(int64_t tokens, int64_t width, int64_t seqlen, bool causal, bool deterministic) {
     Memory memory;
     const int64_t batch = tokens / seqlen, heads = width / kHeadDim, elements = tokens * width;
     const auto tensor = [&](uint32_t seed) {
@@ -94,6 +95,7 @@ void time_cell(int64_t tokens, int64_t width, int64_t seqlen, bool causal) {
     forward.lse = statistics();
     forward.softmax_scale = 1 / std::sqrt(double(kHeadDim));
     if (causal) forward.window_right = 0;
+    forward.deterministic = deterministic;
     Launch launch{this_device(), nullptr, nullptr};
 #ifdef FLASH_BACKWARD
     problem.dout = tensor(5), problem.dq = tensor(6), problem.dk = tensor(7), problem.dv = tensor(8);
@@ -140,6 +142,6 @@ int main(int count, char** arguments) {
     for (int i = 3; i < count; ++i) {
         char* causal;
         const int64_t seqlen = std::strtoll(arguments[i], &causal, 10);
-        time_cell(tokens, width, seqlen, causal[1] == '1');
+        time_cell(tokens, width, seqlen, causal[1] == '1', causal[1] && causal[2] == 'd');
     }
 }

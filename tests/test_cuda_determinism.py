@@ -26,6 +26,8 @@ CASES = {
     "packed, groups, causal": Case(torch.bfloat16, num_heads=8, num_heads_k=2, head_dim=64, causal=True,
                                    device=DEVICE, **PACK),
     "packed": Case(torch.float16, num_heads=4, num_heads_k=4, head_dim=128, device=DEVICE, **PACK),
+    "many tiles": Case(torch.bfloat16, 2, 2000, 2100, 6, 6, 128, device=DEVICE),
+    "many tiles, groups, causal": Case(torch.bfloat16, 2, 2000, 2100, 8, 4, 64, causal=True, device=DEVICE),
     "few queries, many keys": Case(torch.bfloat16, 1, 40, 5000, 2, 1, 64, device=DEVICE),
     "unaligned": Case(torch.bfloat16, 2, 300, 400, 4, 2, 33, 71, causal=True, device=DEVICE),
 }

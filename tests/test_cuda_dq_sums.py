@@ -35,6 +35,39 @@ def test_whole_heads(head_dim, causal, group, deterministic):
     case.check(inputs, dlse, case.run(inputs, dlse, deterministic=deterministic))
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("features", [{}, {"causal": True}, {"window_size": (200, 90)}], ids=str)
+@pytest.mark.parametrize("seqlen_q,seqlen_k,heads", [(1000, 1010, (40, 40)), (1900, 1500, (18, 6)),
+                                                     (70, 1020, (60, 20))], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_tiles_of_many_blocks(head_dim, seqlen_q, seqlen_k, heads, features, deterministic):
+    """Blocks share the queries of a head: on Hopper the first of them stores its dQ, and the last one finishes it."""
+    case = Case(torch.bfloat16, 3, seqlen_q, seqlen_k, *heads, head_dim, device=DEVICE, **features)
+    inputs, dlse = case.draw(), case.draw_dlse()
+    case.check(inputs, dlse, case.run(inputs, dlse, deterministic=deterministic))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_bad_keys_are_forgotten(head_dim, deterministic):
+    """Of packed sequences some have keys that are not finite, some no queries: one block does tiles of keys of
+    all kinds, one after the other, and each knows its own bad keys alone."""
+    lengths_q, lengths_k = [70, 0, 60] * 60, [50, 130, 70] * 60
+    ends_q, ends_k = (torch.tensor([0, *x]).cumsum(0).to(torch.int32) for x in (lengths_q, lengths_k))
+    case = Case(torch.bfloat16, num_heads=8, num_heads_k=8, head_dim=head_dim, device=DEVICE,
+                cu_seqlens_q=tuple(ends_q.tolist()), cu_seqlens_k=tuple(ends_k.tolist()))
+    q, k, v, dout = case.draw()
+    clean = case.run((q, k, v, dout), deterministic=deterministic)
+    for begin in ends_k[:-1][::3].tolist():
+        k[begin:begin + 50] = torch.nan
+    dirty = case.run((q, k, v, dout), deterministic=deterministic)
+    for i in range(2, 180, 3):
+        for name, ends in (("dq", ends_q), ("dk", ends_k), ("dv", ends_k)):
+            own = slice(ends[i], ends[i + 1])
+            torch.testing.assert_close(getattr(dirty, name)[own], getattr(clean, name)[own], rtol=2e-2,
+                                       atol=4e-3)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("seqlen_q,seqlen_k", [(1, 200), (130, 65), (300, 300)])
 @pytest.mark.parametrize("causal", [False, True])

@@ -147,6 +147,27 @@ def test_streams_at_once_equal_one_after_the_other():
         assert_bitwise(actual, expected[name], NAMES)
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_kernels_whose_blocks_wait_for_each_other_share_the_device(head_dim, deterministic):
+    """Backward passes on three streams: blocks of one that do not run yet are waited for by none that does."""
+    case = Case(torch.bfloat16, 2, 1000, 1024, 16, 16, head_dim, causal=True, device=DEVICE)
+    inputs = case.draw()
+    expected = case.run(inputs, deterministic=deterministic)
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    for stream in streams:
+        stream.wait_stream(torch.cuda.current_stream())
+    results = []
+    for _ in range(20):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                results.append(case.run(inputs, deterministic=deterministic))
+    torch.cuda.synchronize()
+    for result in results:
+        torch.testing.assert_close(result.dq, expected.dq, rtol=2e-2, atol=4e-3)
+        assert_bitwise(result, expected, ("dq", "dk", "dv") if deterministic else ("dk", "dv"))
+
+
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("default_stream", [False, True])
 def test_order_on_the_stream_is_kept(name, default_stream):

@@ -173,6 +173,20 @@ def test_neighbours_that_are_not_finite(head_dim, value):
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
+def test_bad_keys_are_forgotten(head_dim):
+    """Packed sequences, of which some have keys that are not finite and some no queries."""
+    ends_q, ends_k = (torch.tensor([0, *x * 12]).cumsum(0).to(torch.int32) for x in ([20, 0, 30], [40, 10, 50]))
+    q, k, v = (torch.randn(int(ends[-1]), 2, head_dim).to(HALF) for ends in (ends_q, ends_k, ends_k))
+    for begin in ends_k[:-1:3].tolist():
+        k[begin:begin + 40] = torch.nan
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out = flash_attn.flash_attn_varlen_func(*leaves, ends_q, ends_k, 30, 50)
+    for gradient, ends in zip(torch.autograd.grad(out.sum(), leaves), (ends_q, ends_k, ends_k), strict=True):
+        for begin, end in zip(ends[2::3], ends[3::3], strict=True):
+            assert gradient[begin:end].isfinite().all()
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("seqlens", [(1, 300), (300, 1), (129, 255)], ids=str)
 def test_backward_of_many_heads_and_ragged_tiles(seqlens, head_dim):
     given = case(HALF, head_dim, *seqlens, num_heads=8, num_heads_k=1, causal=seqlens[0] == 129)

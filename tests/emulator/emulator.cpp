@@ -16,7 +16,7 @@ namespace {
 
 constexpr size_t kStack = 256 << 10;
 constexpr int64_t kSharedBytes = 256 << 10;
-constexpr int kEndOfGroup = 0, kWork = 1;
+constexpr int64_t kPatience = 100 << 20;
 
 struct Fiber {
     ucontext_t begin;
@@ -59,16 +59,27 @@ struct Barrier {
     }
 };
 
+// A multiprocessor, and the block that runs there.
+struct Block {
+    std::vector<Fiber> fibers;
+    std::vector<Warp> warps;
+    Barrier barriers[16];
+    int live = 0, current = 0;
+    uint32_t index;
+    alignas(1024) char memory[kSharedBytes];
+};
+
 std::mutex grids;
-std::vector<Fiber> fibers;
-std::vector<Warp> warps;
-Barrier barriers[16];
-int threads, live, current;
-uint32_t block, grid;
-alignas(1024) char memory[kSharedBytes];
+Block blocks[kMultiprocessors];
+Block* here;
+int threads;
+uint32_t grid, begun;  // blocks
 int64_t memory_used;
 const std::function<void()>* kernel;
+int64_t idle;  // how often in turn nobody had more to do than to look whether another block has gone on
 jmp_buf end_of_block;
+void run_thread();
+
 std::mt19937 draw([] {
     const char* const seed = std::getenv("EMULATOR_SEED");
     return seed ? std::atoi(seed) : 0;
@@ -109,8 +120,8 @@ void do_groups(std::deque<std::function<void()>>& queue, int pending) {
 }
 
 [[noreturn]] void resume(int index) {
-    current = index;
-    Fiber& fiber = fibers[index];
+    here->current = index;
+    Fiber& fiber = here->fibers[index];
     fiber.ready = nullptr;
     if (fiber.started) _longjmp(fiber.place, 1);
     fiber.started = true;
@@ -118,48 +129,36 @@ void do_groups(std::deque<std::function<void()>>& queue, int pending) {
     fail("setcontext");
 }
 
-// Mostly the next one, which belongs to the same warp.
+// Mostly the next one, which belongs to the same warp; -1 if all wait.
 int next_ready() {
-    while (true) {
-        const int first = chance(64) ? int(draw() % threads) : current + 1;
-        for (int i = 0; i < threads; ++i)
-            if (is_ready(fibers[(first + i) % threads])) return (first + i) % threads;
-        // Nobody can go on, unless something that was started ends.
-        bool worked = false;
-        const int lucky = int(draw() % threads);
-        for (int i = 0; i < threads && !worked; ++i) {
-            Fiber& fiber = fibers[(lucky + i) % threads];
-            if (!has_work(fiber)) continue;
-            while (!fiber.work.front()) fiber.work.pop_front();
-            do_first(fiber.work);
-            worked = true;
-        }
-        if (!worked) fail("deadlock: every thread waits");
-    }
+    const int first = chance(64) ? int(draw() % threads) : here->current + 1;
+    for (int i = 0; i < threads; ++i)
+        if (is_ready(here->fibers[(first + i) % threads])) return (first + i) % threads;
+    return -1;
 }
 
-void run_thread() {
-    (*kernel)();
-    Fiber& fiber = fibers[current];
-    wait_for_all();
-    fiber.done = true;
-    --live;
-    Warp& warp = warps[current / kLanes];
-    --warp.live;
-    warp.settle();
-    for (Barrier& barrier : barriers) barrier.settle(live);
-    if (live == 0) _longjmp(end_of_block, 1);
-    resume(next_ready());
-}
-
-void run_block() {
-    std::memset(memory, 0xff, kSharedBytes);  // NaN
-    std::memset(barriers, 0, sizeof(barriers));
-    live = threads;
-    for (Warp& warp : warps) warp = Warp{};
+// Something that was started ends.
+bool work_somewhere() {
+    const int lucky = int(draw() % threads);
     for (int i = 0; i < threads; ++i) {
-        Fiber& fiber = fibers[i];
-        ++warps[i / kLanes].live;
+        Fiber& fiber = here->fibers[(lucky + i) % threads];
+        if (!has_work(fiber)) continue;
+        while (!fiber.work.front()) fiber.work.pop_front();
+        do_first(fiber.work);
+        return true;
+    }
+    return false;
+}
+
+void begin_block() {
+    here->index = begun++;
+    std::memset(here->memory, 0xff, kSharedBytes);  // NaN
+    std::memset(here->barriers, 0, sizeof(here->barriers));
+    here->live = threads;
+    here->warps.assign((threads + kLanes - 1) / kLanes, Warp{});
+    for (int i = 0; i < threads; ++i) {
+        Fiber& fiber = here->fibers[i];
+        ++here->warps[i / kLanes].live;
         fiber.started = fiber.done = false;
         fiber.ready = nullptr;
         fiber.work.clear();
@@ -167,21 +166,54 @@ void run_block() {
         fiber.begin.uc_stack = {fiber.stack, 0, kStack};
         makecontext(&fiber.begin, run_thread, 0);
     }
-    if (_setjmp(end_of_block) == 0) resume(0);
+}
+
+// The next block's turn, of those that run.
+void change_block() {
+    for (int i = 0; i < kMultiprocessors; ++i) {
+        here = here + 1 < blocks + kMultiprocessors ? here + 1 : blocks;
+        if (here->live > 0) return;
+    }
+}
+
+// Who goes on, here or in another block.
+[[noreturn]] void go_on() {
+    if (chance(1024)) change_block();
+    for (int tried = 0; tried < kMultiprocessors;) {
+        const int next = next_ready();
+        if (next >= 0) resume(next);
+        if (!work_somewhere()) change_block(), ++tried;
+    }
+    fail("deadlock: every thread waits");
+}
+
+void run_thread() {
+    (*kernel)();
+    Fiber& fiber = here->fibers[here->current];
+    wait_for_all();
+    fiber.done = true;
+    --here->live;
+    Warp& warp = here->warps[here->current / kLanes];
+    --warp.live;
+    warp.settle();
+    for (Barrier& barrier : here->barriers) barrier.settle(here->live);
+    if (here->live == 0) _longjmp(end_of_block, 1);
+    go_on();
 }
 
 }  // namespace
 
 void fail(const char* why) {
-    std::fprintf(stderr, "emulator: %s (block %u, thread %d of %d)\n", why, block, current, threads);
+    std::fprintf(stderr, "emulator: %s (block %u, thread %d of %d)\n", why, here->index, here->current,
+                 threads);
     std::abort();
 }
 
 uint32_t thread_index() {
-    return current;
+    return here->current;
 }
 uint32_t block_index() {
-    return block;
+    return here->index;
 }
 uint32_t block_threads() {
     return threads;
@@ -190,48 +222,53 @@ uint32_t grid_blocks() {
     return grid;
 }
 char* shared_memory() {
-    return memory;
+    return here->memory;
 }
 int64_t shared_bytes() {
     return memory_used;
 }
 
 void wait(bool (*ready)(const void*), const void* context) {
-    Fiber& fiber = fibers[current];
+    Fiber& fiber = here->fibers[here->current];
     fiber.ready = ready;
     fiber.context = context;
-    const int next = next_ready();
-    if (next == current) {
-        fiber.ready = nullptr;
-        return;
-    }
-    if (_setjmp(fiber.place) == 0) resume(next);
+    idle = 0;
+    if (_setjmp(fiber.place) == 0) go_on();
+}
+
+void look_again() {
+    if (++idle > kPatience) fail("a block waits for another one, and none goes on");
+    Fiber& fiber = here->fibers[here->current];
+    fiber.ready = nullptr;
+    if (chance(8)) change_block();
+    if (chance(64)) work_somewhere();  // or it would wait until nobody looks
+    if (_setjmp(fiber.place) == 0) go_on();
 }
 
 bool meet(int name, int count, bool any) {
-    Barrier& barrier = barriers[name];
+    Barrier& barrier = here->barriers[name];
     if (barrier.arrived && barrier.threads != count) fail("barrier: threads that expect different numbers");
     barrier.threads = count;
     barrier.any |= any;
     ++barrier.arrived;
     const uint64_t generation = barrier.generation;
-    barrier.settle(live);
+    barrier.settle(here->live);
     wait_until([&] { return barrier.generation != generation; });
     return barrier.result;
 }
 
 void arrive(int name, int count) {
-    Barrier& barrier = barriers[name];
+    Barrier& barrier = here->barriers[name];
     if (barrier.arrived && barrier.threads != count) fail("barrier: threads that expect different numbers");
     barrier.threads = count;
     ++barrier.arrived;
-    barrier.settle(live);
+    barrier.settle(here->live);
 }
 
 void meet_warp(void* arguments, void (*complete)(const void*, void* const*), const void* context) {
-    Warp& warp = warps[current / kLanes];
+    Warp& warp = here->warps[here->current / kLanes];
     if (warp.arrived && warp.complete != complete) fail("warp: lanes meet at different places");
-    warp.arguments[current % kLanes] = arguments;
+    warp.arguments[here->current % kLanes] = arguments;
     warp.complete = complete;
     warp.context = context;
     ++warp.arrived;
@@ -241,55 +278,62 @@ void meet_warp(void* arguments, void (*complete)(const void*, void* const*), con
 }
 
 void start(std::function<void()> work) {
-    Fiber& fiber = fibers[current];
+    Fiber& fiber = here->fibers[here->current];
     fiber.work.push_back(std::move(work));
     if (chance(2)) return;
     do_all(fiber.work);
 }
 
 void end_group() {
-    fibers[current].work.emplace_back();
+    here->fibers[here->current].work.emplace_back();
 }
 
 void wait_for_groups(int pending) {
-    do_groups(fibers[current].work, pending);
+    do_groups(here->fibers[here->current].work, pending);
 }
 
 void wait_for_all() {
-    Fiber& fiber = fibers[current];
+    Fiber& fiber = here->fibers[here->current];
     while (!fiber.work.empty()) do_first(fiber.work);
 }
 
 void start_in_warp(std::function<void()> work) {
-    auto& queue = warps[current / kLanes].work;
+    auto& queue = here->warps[here->current / kLanes].work;
     queue.push_back(std::move(work));
     if (chance(2)) do_all(queue);
 }
 
 void end_group_in_warp() {
-    warps[current / kLanes].work.emplace_back();
+    here->warps[here->current / kLanes].work.emplace_back();
 }
 
 void wait_for_groups_in_warp(int pending) {
-    do_groups(warps[current / kLanes].work, pending);
+    do_groups(here->warps[here->current / kLanes].work, pending);
 }
 
-void run_grid(const std::function<void()>& thread, int64_t blocks, int count, int64_t bytes) {
+void run_grid(const std::function<void()>& thread, int64_t blocks_of_grid, int count, int64_t bytes) {
     const std::lock_guard lock(grids);
-    while (int(fibers.size()) < count) {
-        void* const stack = mmap(nullptr, kStack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-        if (stack == MAP_FAILED) fail("no memory for stacks");
-        fibers.emplace_back().stack = static_cast<char*>(stack);
-    }
+    for (Block& block : blocks)
+        while (int(block.fibers.size()) < count) {
+            void* const stack =
+                mmap(nullptr, kStack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+            if (stack == MAP_FAILED) fail("no memory for stacks");
+            block.fibers.emplace_back().stack = static_cast<char*>(stack);
+        }
     threads = count;
-    grid = uint32_t(blocks);
-    warps.resize((count + kLanes - 1) / kLanes);
+    grid = uint32_t(blocks_of_grid);
+    begun = 0;
+    idle = 0;
     memory_used = bytes;
     kernel = &thread;
-    for (int64_t i = 0; i < blocks; ++i) {
-        block = uint32_t(i);
-        run_block();
+    for (Block& block : blocks) {
+        here = &block;
+        if (begun < grid) begin_block();
     }
+    if (_setjmp(end_of_block) && begun < grid) begin_block();
+    idle = 0;
+    change_block();
+    if (here->live > 0) go_on();
 }
 
 }  // namespace emulator
@@ -307,7 +351,7 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr name, int) {
     const int number = capability ? std::atoi(capability) : 90;
     *value = name == cudaDevAttrComputeCapabilityMajor         ? number / 10
              : name == cudaDevAttrComputeCapabilityMinor       ? number % 10
-             : name == cudaDevAttrMultiProcessorCount          ? 4
+             : name == cudaDevAttrMultiProcessorCount          ? emulator::kMultiprocessors
              : name == cudaDevAttrMaxSharedMemoryPerBlockOptin ? 227 << 10
              : name == cudaDevAttrL2CacheSize                  ? 1 << 20
                                                                : 0;

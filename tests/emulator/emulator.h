@@ -1,7 +1,8 @@
 // The part of CUDA that the kernels use, on the CPU: included in front of every file of csrc/ when build.py
-// compiles it with the host's compiler. A block's threads are fibers of one operating-system thread; blocks
-// run one after the other, in order. What CUDA leaves open is drawn at random (EMULATOR_SEED): which thread
-// goes on at a barrier, and when, between its start and the wait for it, an asynchronous copy is done.
+// compiles it with the host's compiler. A block's threads are fibers of one operating-system thread, and so
+// are those of the few blocks that run at once, which begin in order. What CUDA leaves open is drawn at
+// random (EMULATOR_SEED): which thread of which block goes on at a barrier, and when, between its start and
+// the wait for it, an asynchronous copy is done.
 //
 // It finds wrong addresses, wrong fragments, missing waits, barriers that not all reach, and wrong results.
 // It knows nothing of time, memory order, bank conflicts, or bits that depend on how tensor cores truncate.
@@ -22,6 +23,7 @@
 namespace emulator {
 
 constexpr int kLanes = 32;
+constexpr int kMultiprocessors = 4;  // of the device; each runs one block
 
 struct Index {
     uint32_t x;
@@ -42,6 +44,9 @@ template <class Ready>
 void wait_until(const Ready& ready) {
     wait([](const void* context) { return (*static_cast<const Ready*>(context))(); }, &ready);
 }
+
+// The thread has looked in vain for what another block writes: others go on first.
+void look_again();
 
 // A barrier of the block with a name, at which so many threads meet; 0: all that still run. Returns whether
 // any of them said so.
@@ -191,7 +196,7 @@ void __stcg(T* address, T x) {
     *address = x;
 }
 inline void __nanosleep(unsigned) {
-    emulator::fail("a block waits for one that has not run");
+    emulator::look_again();
 }
 inline void __threadfence_block() {}
 inline void __trap() {

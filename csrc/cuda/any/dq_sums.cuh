@@ -45,11 +45,12 @@ class DqSums {
           tile_elements_(tile_elements),
           scale_(scale) {}
 
-    // A place for each of so many blocks, which do whole units one after the other. Nothing has to be zero.
-    static DqSums of_blocks(const RowTiling& queries, int64_t group, int64_t blocks, int64_t tile_elements,
+    // So many places, of units whose walk stores first summands and makes dQ of the sums. Nothing has to be
+    // zero.
+    static DqSums of_places(const RowTiling& queries, int64_t group, int64_t places, int64_t tile_elements,
                             float scale) {
         DqSums sums(queries);
-        sums.places_ = Division(uint32_t(blocks));
+        sums.places_ = Division(uint32_t(places));
         sums.unit_tiles_ = Division(uint32_t(group * queries.tiles()));
         sums.tile_elements_ = tile_elements;
         sums.scale_ = scale;
@@ -73,8 +74,13 @@ class DqSums {
 
     __device__ __forceinline__ bool exist() const { return sums_ != nullptr; }
 
+    // Of all places' tiles.
+    __device__ __forceinline__ uint32_t index(uint32_t unit, uint32_t tile) const {
+        return places_.remainder(unit) * unit_tiles_.divisor + tile;
+    }
+    __device__ __forceinline__ float* at(uint32_t index) const { return sums_ + index * tile_elements_; }
     __device__ __forceinline__ float* of_tile(uint32_t unit, uint32_t tile) const {
-        return sums_ + (places_.remainder(unit) * int64_t(unit_tiles_.divisor) + tile) * tile_elements_;
+        return at(index(unit, tile));
     }
     // A unit's tiles are those of each of its query heads, in each those of all batch entries that it has.
     __device__ __forceinline__ uint32_t tiles_of_head() const { return queries_.tiles(); }
@@ -84,7 +90,7 @@ class DqSums {
     }
 
     // How many tiles a unit has, and which queries a tile holds.
-    __device__ __forceinline__ const Division& unit_tiles() const { return unit_tiles_; }
+    FLASH_HOST_DEVICE const Division& unit_tiles() const { return unit_tiles_; }
     __device__ __forceinline__ RowTile rows_of(const ForwardProblem& problem, uint32_t unit,
                                                uint32_t tile) const {
         return queries_(unit * unit_tiles_.divisor + tile, problem, false);

@@ -30,12 +30,21 @@ class RowTiling {
                                 int64_t least_tiles = 1) {
         return RowTiling(problem, true, tile, problem.cu_seqlens_q ? problem.rows_q : problem.seqlen_q,
                          problem.heads_q, problem.cu_seqlens_q, problem.key_blocks,
-                         row_bytes(problem) * problem.seqlen_k / group_of(problem), cache_bytes, least_tiles);
+                         row_bytes(problem) * problem.seqlen_k / group_of(problem), cache_bytes, least_tiles,
+                         has_diagonal(problem));
     }
     static RowTiling of_keys(const ForwardProblem& problem, Position tile, int64_t cache_bytes) {
         return RowTiling(problem, false, tile, problem.cu_seqlens_k ? problem.rows_k : problem.seqlen_k,
                          problem.heads_k, problem.cu_seqlens_k, problem.query_blocks,
-                         row_bytes(problem) * problem.seqlen_q * group_of(problem), cache_bytes, 1);
+                         row_bytes(problem) * problem.seqlen_q * group_of(problem), cache_bytes, 1,
+                         has_diagonal(problem));
+    }
+    // Whatever the mask, heads that go together have so many tiles.
+    static RowTiling of_keys_of_many_heads(const ForwardProblem& problem, Position tile,
+                                           int64_t least_tiles) {
+        return RowTiling(problem, false, tile, problem.cu_seqlens_k ? problem.rows_k : problem.seqlen_k,
+                         problem.heads_k, problem.cu_seqlens_k, problem.query_blocks, 1, 0, least_tiles,
+                         true);
     }
 
     // Query heads of a key head.
@@ -90,14 +99,16 @@ class RowTiling {
     // head's other axis.
     RowTiling(const ForwardProblem& problem, bool queries, Position tile, int64_t rows, int64_t heads,
               const int32_t* cu_seqlens, const BlockLists& lists, int64_t head_bytes, int64_t cache_bytes,
-              int64_t least_tiles)
+              int64_t least_tiles, bool in_sections)
         : packed_{cu_seqlens, problem.batch, rows, tile},
           cuts_(rows, lists, lists.counts && lists.row_block % 16 != 0 ? tile - 16 : tile),
           queries_(queries),
           tiles_(uint32_t(at_least_1(cu_seqlens ? packed_.slots() : cuts_.count()))),
           all_heads_(heads * (cu_seqlens ? 1 : problem.batch)),
           order_(tiles_, at_least_1(all_heads_),
-                 section(problem, head_bytes, cache_bytes, (least_tiles + tiles_ - 1) / tiles_)),
+                 in_sections
+                     ? std::max(cache_bytes / at_least_1(head_bytes), (least_tiles + tiles_ - 1) / tiles_)
+                     : 1),
           heads_(uint32_t(at_least_1(heads))),
           group_(uint32_t(group_of(problem))),
           count_((cu_seqlens ? packed_.slots() : cuts_.count()) * all_heads_) {}
@@ -109,11 +120,9 @@ class RowTiling {
         return (problem.head_dim + problem.head_dim_v) * element_bytes(problem.dtype);
     }
 
-    // How many heads go together, if a diagonal makes some tiles longer than others.
-    static int64_t section(const ForwardProblem& problem, int64_t head_bytes, int64_t cache_bytes,
-                           int64_t least) {
-        if (problem.window_right < 0 || problem.window_left >= 0) return 1;
-        return std::max(cache_bytes / at_least_1(head_bytes), least);
+    // It makes some tiles longer than others.
+    static bool has_diagonal(const ForwardProblem& problem) {
+        return problem.window_right >= 0 && problem.window_left < 0;
     }
 
     PackedTiles packed_;  // cu_seqlens == nullptr: dense

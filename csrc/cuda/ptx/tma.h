@@ -24,6 +24,11 @@ __device__ __forceinline__ void tma_load(uint32_t shared, const CUtensorMap* map
         : "memory");
 }
 
+// Copies that follow see what of device memory this thread knows to be written.
+__device__ __forceinline__ void fence_async_proxy_of_memory() {
+    asm volatile("fence.proxy.async.global;\n" ::: "memory");
+}
+
 // Shared memory that this thread wrote, or read, is from here on seen, or overwritten, by wgmma and by
 // copies.
 __device__ __forceinline__ void fence_async_proxy() {

@@ -17,14 +17,14 @@ using Shared = BackwardShared<kConfiguration>;
 // for each other; so the warp that copies keeps a few numbers in memory.
 constexpr int kConsumerRegisters = 240, kProducerRegisters = 24;
 
-// kWholeUnits: a block does all tiles of a unit (backward_dq.cuh).
-template <bool kWholeUnits>
+// kInWalk: dQ is finished there; turns: see backward_dq.cuh.
+template <bool kInWalk>
 __global__ void __launch_bounds__(kConfiguration.threads, 1)
     attention_backward(const __grid_constant__ BackwardProblem problem,
                        const __grid_constant__ BackwardMaps maps,
                        const __grid_constant__ AlignedStatistics statistics,
                        const __grid_constant__ TileQueue queue, const __grid_constant__ DqSums dq_sums,
-                       uint32_t* turns, const __grid_constant__ float score_unit) {
+                       uint32_t* turns, BackwardOrder order, const __grid_constant__ float score_unit) {
     extern __shared__ __align__(1024) char memory[];
     Shared& shared = *reinterpret_cast<Shared*>(memory);
     if (threadIdx.x == 0) {
@@ -37,17 +37,22 @@ __global__ void __launch_bounds__(kConfiguration.threads, 1)
     if (threadIdx.x >= kConfiguration.consumers) {
         shrink_registers<kProducerRegisters>();
         const int warp = int(threadIdx.x - kConfiguration.consumers) / 32;
-        BackwardProducer<kDType, kConfiguration, kWholeUnits> producer(problem, maps, statistics, queue,
-                                                                       dq_sums, shared);
-        if (warp < kConfiguration.warpgroups)
-            add_dqs<kDType, kConfiguration, kWholeUnits>(dq_sums, turns, shared, warp);
-        else if (warp == kConfiguration.warpgroups)
+        BackwardProducer<kDType, kConfiguration> producer(problem, maps, statistics, queue, dq_sums, order,
+                                                          shared);
+        if (warp < kConfiguration.warpgroups) {
+            DqAdder<kDType, kConfiguration> adder(dq_sums, turns, shared, warp);
+            if constexpr (kInWalk)
+                adder.add_up();
+            else
+                adder.add_to_zeros();
+        } else if (warp == kConfiguration.warpgroups) {
             producer.template run<false>();
-        else
+        } else {
             producer.template run<true>();
+        }
     } else {
         grow_registers<kConsumerRegisters>();
-        BackwardConsumer<kDType, kConfiguration, kWholeUnits>(problem, dq_sums, shared, score_unit).run();
+        BackwardConsumer<kDType, kConfiguration, kInWalk>(problem, dq_sums, shared, score_unit).run();
     }
 }
 
@@ -61,6 +66,8 @@ const char* why_not(const BackwardProblem& whole, const Device&) {
     const ForwardProblem& problem = whole.forward;
     if (const char* lack = lacks(problem)) return lack;
     const BlockLists& lists = problem.query_blocks;
+    if (problem.seqlen_k > kConfiguration.key_tile * int64_t(DqTurn::kMost) && problem.deterministic)
+        return "with so many keys it adds dQ up in no fixed order";
     if (lists.counts && problem.deterministic) return "with a map of blocks it adds dQ up in no fixed order";
     if (lists.counts &&
         (lists.column_block % kConfiguration.query_tile != 0 || lists.row_block < kConfiguration.key_tile))
@@ -77,37 +84,83 @@ const char* why_not(const BackwardProblem& whole, const Device&) {
     return switched_off();
 }
 
-RowTiling key_tiling(const ForwardProblem& problem, const Device& device) {
-    return RowTiling::of_keys(problem, kConfiguration.key_tile, device.l2_bytes / 3);
+// Of a part of the workspace, so that the next one is aligned.
+int64_t padded(int64_t bytes) {
+    return (bytes + 255) / 256 * 256;
+}
+
+bool has_map(const ForwardProblem& problem) {
+    return problem.query_blocks.counts;
+}
+bool is_packed(const ForwardProblem& problem) {
+    return problem.cu_seqlens_q || problem.cu_seqlens_k;
+}
+bool every_query_sees_keys(const ForwardProblem& problem) {
+    if (is_packed(problem) || has_map(problem)) return false;
+    return problem.window_right < 0 || problem.seqlen_k - problem.seqlen_q + problem.window_right >= 0;
 }
 
 // Whether a block does all tiles of a unit (backward_dq.cuh): if the cache holds the queries, gradients and
 // sums of as many units as there are blocks, which other blocks don't share then, and if few blocks idle at
 // the end. Every query has to see the first tile of keys.
-bool does_whole_units(const ForwardProblem& problem, const RowTiling& keys, const Device& device) {
-    const bool packed = problem.cu_seqlens_q || problem.cu_seqlens_k, causal = problem.window_right >= 0;
-    if (packed || problem.query_blocks.counts || problem.window_left >= 0) return false;
-    if (causal && problem.seqlen_k - problem.seqlen_q + problem.window_right < 0) return false;
-    const int64_t blocks = device.multiprocessors, rounds = (keys.heads() + blocks - 1) / blocks;
+bool does_whole_units(const ForwardProblem& problem, const Device& device) {
+    if (!every_query_sees_keys(problem) || problem.window_left >= 0) return false;
+    const int64_t units = problem.batch * problem.heads_k;
+    const int64_t blocks = device.multiprocessors, rounds = (units + blocks - 1) / blocks;
     const int64_t unit_bytes = RowTiling::group_of(problem) * problem.seqlen_q * kConfiguration.head_dim * 8;
-    const bool fits = blocks * unit_bytes < device.l2_bytes * (causal ? 5 : 3) / 4;
-    return fits && keys.heads() * 10 >= rounds * blocks * 9;
+    const bool fits = blocks * unit_bytes < device.l2_bytes * (problem.window_right >= 0 ? 5 : 3) / 4;
+    return fits && units * 10 >= rounds * blocks * 9;
 }
 
-DqSums dq_sums_of(const ForwardProblem& problem, const RowTiling& keys, const Device& device) {
-    const RowTiling queries = RowTiling::of_queries(problem, kConfiguration.query_tile, 0);
-    const int64_t group = RowTiling::group_of(problem), blocks = device.multiprocessors;
-    constexpr int elements = kConfiguration.query_tile * kConfiguration.head_dim;
-    const float scale = float(problem.softmax_scale);
-    return does_whole_units(problem, keys, device)
-               ? DqSums::of_blocks(queries, group, std::min(blocks, keys.heads()), elements, scale)
-               : DqSums(keys, queries, group, blocks, elements, false, scale);
-}
+// How one launch adds dQ up (backward_dq.cuh), and in which order blocks take tiles of keys.
+struct Walk {
+    BackwardOrder order;
+    RowTiling keys;
+    DqSums dq_sums;
 
-// Of a part of the workspace, so that the next one is aligned.
-int64_t padded(int64_t bytes) {
-    return (bytes + 255) / 256 * 256;
-}
+    Walk(const ForwardProblem& problem, const Device& device)
+        : order(order_of(problem, device)), keys(tiling(problem, device)), dq_sums(sums(problem, device)) {}
+
+    bool in_walk() const { return order != BackwardOrder::by_length; }
+    bool whole_units() const { return order == BackwardOrder::whole_units; }
+    bool has_turns() const { return order == BackwardOrder::turns; }
+    int64_t blocks(const Device& device) const {
+        return std::min<int64_t>(whole_units() ? keys.heads() : keys.count(), device.multiprocessors);
+    }
+    int64_t turns_bytes() const {
+        const int64_t tiles = keys.heads() * dq_sums.unit_tiles().divisor;
+        return has_turns() ? padded(tiles * kConfiguration.warpgroups * int64_t(sizeof(uint32_t))) : 0;
+    }
+
+  private:
+    static BackwardOrder order_of(const ForwardProblem& problem, const Device& device) {
+        if (has_map(problem)) return BackwardOrder::by_length;
+        if (does_whole_units(problem, device)) return BackwardOrder::whole_units;
+        // Under a diagonal blocks come in turns by themselves, if they begin so. For long sequences it takes
+        // longer to tell each other than to clear sums and to finish them.
+        const bool pays = problem.window_right >= 0 && problem.seqlen_k * kConfiguration.head_dim <= 1 << 17;
+        return problem.deterministic || pays ? BackwardOrder::turns : BackwardOrder::by_length;
+    }
+
+    // Where all see all, a unit's blocks have to begin one after the other: so many heads go together that
+    // those which begin at the same time add to different sums, two tiles for each that runs.
+    RowTiling tiling(const ForwardProblem& problem, const Device& device) const {
+        const bool all = problem.window_right < 0 && problem.window_left < 0;
+        return has_turns() ? RowTiling::of_keys_of_many_heads(problem, kConfiguration.key_tile,
+                                                              all ? 2 * device.multiprocessors : 1)
+                           : RowTiling::of_keys(problem, kConfiguration.key_tile, device.l2_bytes / 3);
+    }
+
+    DqSums sums(const ForwardProblem& problem, const Device& device) const {
+        const RowTiling queries = RowTiling::of_queries(problem, kConfiguration.query_tile, 0);
+        const int64_t group = RowTiling::group_of(problem);
+        constexpr int elements = kConfiguration.query_tile * kConfiguration.head_dim;
+        const float scale = float(problem.softmax_scale);
+        const int64_t places = whole_units() ? blocks(device) : keys.heads();
+        return in_walk() ? DqSums::of_places(queries, group, places, elements, scale)
+                         : DqSums(keys, queries, group, device.multiprocessors, elements, false, scale);
+    }
+};
 
 AlignedRows aligned_rows(const ForwardProblem& problem) {
     return {problem.cu_seqlens_q, problem.batch, problem.rows_q};
@@ -122,17 +175,16 @@ int64_t statistics_bytes(const ForwardProblem& problem) {
     return padded(elements * int64_t(sizeof(float)));
 }
 
-int64_t turns_bytes(const ForwardProblem& problem, const DqSums& dq_sums) {
-    const int64_t bytes = dq_sums.tiles() * kConfiguration.warpgroups * int64_t(sizeof(uint32_t));
-    return problem.deterministic ? padded(bytes) : 0;
-}
-
-// The queue's counter, lse in log 2, delta, whether they are finite, turns, then the sums of dQ.
+// The queue's counter, lse in log 2, delta; from here on zeros: whether they are finite, turns; sums of dQ.
 int64_t workspace_bytes(const BackwardProblem& problem, const Device& device) {
     const ForwardProblem& forward = problem.forward;
-    const DqSums dq_sums = dq_sums_of(forward, key_tiling(forward, device), device);
+    const Walk walk(forward, device);
     return padded(TileQueue::workspace_bytes) + 2 * statistics_bytes(forward) + padded(4) +
-           turns_bytes(forward, dq_sums) + dq_sums.bytes();
+           walk.turns_bytes() + walk.dq_sums.bytes();
+}
+
+void set_zero(void* data, int64_t bytes, const Launch& launch) {
+    check(cudaMemsetAsync(data, 0, bytes, static_cast<cudaStream_t>(launch.stream)), FLASH_KERNEL_NAME);
 }
 
 void launch(const BackwardProblem& problem, const Launch& launch) {
@@ -143,22 +195,20 @@ void launch(const BackwardProblem& problem, const Launch& launch) {
     const AlignedStatistics statistics{statistics_at(forward, workspace),
                                        statistics_at(forward, workspace + bytes), aligned_rows(forward),
                                        reinterpret_cast<uint32_t*>(zeros)};
-    const RowTiling keys = key_tiling(forward, launch.device);
-    const bool whole_units = does_whole_units(forward, keys, launch.device);
-    DqSums dq_sums = dq_sums_of(forward, keys, launch.device);
-    char* const turns = zeros + padded(4);
-    const int64_t before_sums = turns_bytes(forward, dq_sums);
-    check(cudaMemsetAsync(zeros, 0, padded(4) + before_sums + (whole_units ? 0 : dq_sums.bytes()),
-                          static_cast<cudaStream_t>(launch.stream)),
-          FLASH_KERNEL_NAME);
+    Walk walk(forward, launch.device);
+    uint32_t* const turns = reinterpret_cast<uint32_t*>(zeros + padded(4));
+    const int64_t before_sums = padded(4) + walk.turns_bytes();
+    set_zero(zeros, before_sums + (walk.in_walk() ? 0 : walk.dq_sums.bytes()), launch);
+    walk.dq_sums.lie_at(zeros + before_sums);
+    if (walk.in_walk() && !every_query_sees_keys(forward)) {  // nobody comes to tiles that see none
+        const int64_t rows = (forward.cu_seqlens_q ? 1 : forward.batch) * forward.rows_q;
+        set_zero(problem.dq.data, rows * forward.heads_q * forward.head_dim * 2, launch);
+    }
     compute_delta(problem, statistics, launch);
-    dq_sums.lie_at(turns + before_sums);
     constexpr int query_tile = kConfiguration.query_tile, key_tile = kConfiguration.key_tile;
-    const int64_t count = whole_units ? keys.heads() : keys.count();
-    // In turns, blocks have to begin in the order of their tiles: as the device starts them, one for each.
-    // Else by a counter, since blocks in step would add to the same sums at the same time.
-    const int64_t blocks = before_sums ? count : std::min<int64_t>(count, launch.device.multiprocessors);
-    const TileQueue queue(keys, count, false, before_sums ? nullptr : launch.workspace);
+    // By a counter, since blocks in step would add to the same sums at the same time.
+    const TileQueue queue(walk.keys, walk.whole_units() ? walk.keys.heads() : walk.keys.count(), false,
+                          launch.workspace, walk.has_turns());
     const BackwardMaps maps{
         tensor_map(queries_of(forward, forward.q, forward.head_dim), kDType, query_tile),
         tensor_map(queries_of(forward, problem.dout, forward.head_dim_v), kDType, query_tile),
@@ -166,12 +216,12 @@ void launch(const BackwardProblem& problem, const Launch& launch) {
         tensor_map(keys_of(forward, forward.v, forward.head_dim_v), kDType, key_tile),
         tensor_map(statistics.lse_log2, forward, statistics.rows.count(), query_tile),
         tensor_map(statistics.delta, forward, statistics.rows.count(), query_tile)};
-    launch_kernel(FLASH_KERNEL_NAME, whole_units ? attention_backward<true> : attention_backward<false>,
-                  blocks, kConfiguration.threads, sizeof(Shared), launch, problem, maps, statistics, queue,
-                  dq_sums, before_sums ? reinterpret_cast<uint32_t*>(turns) : nullptr,
+    launch_kernel(FLASH_KERNEL_NAME, walk.in_walk() ? attention_backward<true> : attention_backward<false>,
+                  walk.blocks(launch.device), kConfiguration.threads, sizeof(Shared), launch, problem, maps,
+                  statistics, queue, walk.dq_sums, walk.has_turns() ? turns : nullptr, walk.order,
                   float(forward.softmax_scale * GpuMath::unit));
-    launch_kernel(FLASH_KERNEL_NAME, finish_dq, dq_sums.unfinished_tiles(), kConfiguration.consumers,
-                  query_tile * kConfiguration.head_dim * 2, launch, problem, dq_sums);
+    launch_kernel(FLASH_KERNEL_NAME, finish_dq, walk.dq_sums.unfinished_tiles(), kConfiguration.consumers,
+                  query_tile * kConfiguration.head_dim * 2, launch, problem, walk.dq_sums);
 }
 
 }  // namespace

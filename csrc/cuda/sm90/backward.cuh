@@ -29,8 +29,8 @@
 
 namespace flash::cuda::sm90 {
 
-// kWholeUnits: see backward_dq.cuh.
-template <DType dtype, BackwardConfiguration c, bool kWholeUnits>
+// kInWalk: see backward_dq.cuh.
+template <DType dtype, BackwardConfiguration c, bool kInWalk>
 class BackwardConsumer {
   public:
     // score_unit: from a dot product to a score in log 2.
@@ -58,7 +58,7 @@ class BackwardConsumer {
             if (plan.has_queries)
                 walk(tile, n);
             else
-                mbarrier_wait(shared_address(&shared_.k_full), tile % 2);
+                pass_by(tile);
             mbarrier_arrive_warp(shared_address(&shared_.keys_empty));
             store(plan, tile);
         }
@@ -176,9 +176,10 @@ class BackwardConsumer {
             wgmma_wait<1>();
             wgmma_fence();
             start_dk(ds, n);
+            const DqEnd end = await_room_for_dq(n);
             wgmma_wait<1>();
             keep(registers_of(dq));
-            hand_over(dq, flags, n);
+            hand_over(dq, end, flags, n);
             wgmma_wait<0>();
             leave(n);
             ++n;
@@ -199,6 +200,14 @@ class BackwardConsumer {
     // The n-th tile's dV and dK have what they need of it.
     __device__ __forceinline__ void leave(uint32_t n) const {
         mbarrier_arrive_warp(in_ring(shared_.empty, n));
+    }
+
+    // A tile of keys that no query sees.
+    __device__ __forceinline__ void pass_by(uint32_t tile) const {
+        mbarrier_wait(shared_address(&shared_.k_full), tile % 2);
+        meet();  // everybody has left the tile before
+        if (threadIdx.x == 0) shared_.forget_bad_keys(tile + 1);
+        meet();
     }
 
     // What of K is not finite becomes 0, for dQ = dS K, where it may meet a gradient of 0; its keys are
@@ -333,13 +342,17 @@ class BackwardConsumer {
             stmatrix_x4(ScoreTile::at(place, 0, k * 16), ds.value[k][0]);
     }
 
-    // To shared memory, from where another warp has it added (add_dqs); or to dQ itself, if that has brought
-    // what is to be added.
-    __device__ __forceinline__ void hand_over(typename Dq::Accumulators& dq, uint32_t flags,
+    // Where the n-th tile's dQ goes.
+    __device__ __forceinline__ DqEnd await_room_for_dq(uint32_t n) const {
+        mbarrier_wait(shared_address(&shared_.dq_empty[warpgroup_]), n % 2);
+        return kInWalk ? shared_.dq_ends[warpgroup_] : DqEnd::none;
+    }
+
+    // To shared memory, from where another warp has it added (add_dqs); or to dQ itself.
+    __device__ __forceinline__ void hand_over(typename Dq::Accumulators& dq, DqEnd end, uint32_t flags,
                                               uint32_t n) const {
         const uint32_t place = shared_address(shared_.dq) + thread_ / 32 * Dq::warp_elements * 4;
-        mbarrier_wait(shared_address(&shared_.dq_empty[warpgroup_]), n % 2);
-        if (!kWholeUnits || !(flags & QueryNote::finishes)) {
+        if (end == DqEnd::none) {
             Dq::store_shared(place, dq);
             mbarrier_arrive_warp(shared_address(&shared_.dq_full[warpgroup_]));
             return;
@@ -347,7 +360,7 @@ class BackwardConsumer {
         const BackwardPlan& plan = shared_.plan(Shared::tile_of(flags));
         const DqNote& note = shared_.dq_notes[n % kDqNotes];
         const Position first = note.first;
-        if (first >= plan.begun_from) Dq::add_shared(dq, place);
+        if (end == DqEnd::with_sums) Dq::add_shared(dq, place);
         dq *= dq_sums_.scale();
         const ForwardProblem& problem = problem_.forward;
         HeadRows<Bits<dtype>> rows(problem_.dq, plan.tile.batch, plan.tile.sequence.first_query_row,

@@ -20,9 +20,8 @@ struct BackwardConfiguration {
 // A tile of queries, beside its stage.
 struct QueryNote {
     static constexpr uint32_t masked = 1, last = 2;
-    static constexpr uint32_t bad = 4;        // some rows of Q and dO were not finite, and are zeros now
-    static constexpr uint32_t finishes = 8;   // dQ, which nobody adds to after this
-    static constexpr uint32_t odd_tile = 16;  // of keys: which plan
+    static constexpr uint32_t bad = 4;       // some rows of Q and dO were not finite, and are zeros now
+    static constexpr uint32_t odd_tile = 8;  // of keys: which plan
     uint32_t flags;
     // If it is masked:
     Position first;
@@ -39,6 +38,17 @@ struct DqNote {
 };
 constexpr int kDqNotes = 8;
 
+// What consumers do with a tile's dQ: hand it over to be added to sums, or finish it, as it is or with the
+// sums that have been brought.
+enum class DqEnd { none, alone, with_sums };
+
+// In which order blocks take tiles of keys.
+enum class BackwardOrder {
+    by_length,    // those that may be longest first
+    whole_units,  // a block does all of a unit, the last keys first
+    turns,        // a unit's last keys first; the next tile is taken when one has nearly been walked
+};
+
 // A tile of keys. While the consumers store the gradients of one, the next one's first tiles of queries are
 // copied.
 constexpr int kBackwardPlans = 2;
@@ -46,25 +56,21 @@ constexpr int kBackwardPlans = 2;
 struct BackwardPlan {
     bool end;  // there is no tile any more; nothing else is set
     TileOrder::Place place;
-    // If the block does whole units: from which query on others of its tiles have added to dQ before, in
-    // tiles; and whether nobody adds after this one.
-    Position begun_from;
-    bool finishes_dq;
     RowTile tile;
     Mask mask;
     bool partial;  // some of the tile's keys don't exist
     bool has_queries;
-    uint32_t first_dq_tile;  // of the batch entry, among those of one of the unit's heads
-    int first_statistic;     // of the batch entry's query 0
-    Interval earlier;        // what the tile of keys before this one visits; in multiples of tiles of queries
+    uint32_t first_dq_tile;                  // of the batch entry, among those of one of the unit's heads
+    int first_statistic;                     // of the batch entry's query 0
+    uint32_t first_query_tile, query_tiles;  // how many are visited, if no map of blocks leaves some out
     SchedulePlace start, walks[2];
 
-    // All but `end`. whole_units: the block does all tiles of a unit, the last keys first.
+    // All but `end`.
     __device__ void make(const ForwardProblem& problem, const RowTiling& tiling, const DqSums& dq_sums,
-                         const AlignedRows& statistics, TileOrder::Place at, bool whole_units, int query_tile,
-                         int key_tile) {
+                         const AlignedRows& statistics, TileOrder::Place at, BackwardOrder order,
+                         int query_tile, int key_tile) {
         place = at;
-        tile = tiling(place, problem, false);
+        tile = tiling(place, problem, order != BackwardOrder::by_length);
         mask = Mask(problem, tile.sequence);
         partial = tile.rows.begin > tile.first || tile.rows.end < tile.first + key_tile;
         has_queries = false;
@@ -72,6 +78,8 @@ struct BackwardPlan {
         first_dq_tile = dq_sums.first_tile(tile.batch);
         first_statistic = int(statistics.first(tile.batch));
         const Interval first = mask.queries_of(tile.rows.begin), last = mask.queries_of(tile.rows.end - 1);
+        first_query_tile = uint32_t(first.begin) / query_tile;
+        query_tiles = uint32_t(last.end + query_tile - 1) / query_tile - first_query_tile;
         const BlockLists& lists = problem.query_blocks;  // the same for all heads of a group
         start.schedule =
             lists.counts
@@ -80,14 +88,6 @@ struct BackwardPlan {
                 : TileSchedule(first, last, query_tile);
         start.next();
         has_queries = start.run.begin < start.run.end;
-        earlier = tile.first == 0
-                      ? Interval(0, 0)
-                      : Interval(mask.queries_of(tile.first - key_tile).begin / query_tile * query_tile,
-                                 mask.queries_of(tile.first - 1).end);
-        finishes_dq = whole_units && tile.first == 0;
-        const Position later = tile.first + key_tile;
-        begun_from = later < tile.sequence.seqlen_k ? mask.queries_of(later).begin / query_tile * query_tile
-                                                    : INT32_MAX;
     }
 };
 
@@ -104,13 +104,15 @@ struct BackwardShared {
     alignas(128) float lse[c.stages][c.query_tile];           // in log 2
     alignas(128) float delta[c.stages][c.query_tile];
     uint64_t planned[kBackwardPlans], left[kBackwardPlans];
+    uint64_t walked;  // all unmasked tiles of queries have been copied, or are about to be
     uint64_t k_full, v_full, keys_empty;
     uint64_t q_full[c.stages];  // Q, the note, lse and delta
     uint64_t dout_full[c.stages];
     uint64_t empty[c.stages], masked[c.stages];  // masked: empty, for a tile that is masked
-    uint64_t dq_full[c.warpgroups];   // a tile of the warpgroup's dQ, or what is finished of it is elsewhere
-    uint64_t dq_empty[c.warpgroups];  // room for it, or the sum to which it is to be added
-    uint64_t landed;                  // copies of tiles that have to be looked at before they are handed on
+    uint64_t dq_full[c.warpgroups];              // a tile of the warpgroup's dQ, or it is finished
+    uint64_t dq_empty[c.warpgroups];             // room for it, or the sums to which it is to be added
+    uint64_t landed;  // copies of tiles that have to be looked at before they are handed on
+    DqEnd dq_ends[c.warpgroups];
     QueryNote notes[c.stages];
     static_assert(c.stages + 2 <= kDqNotes);
     DqNote dq_notes[kDqNotes];
@@ -139,6 +141,7 @@ struct BackwardShared {
 
     // By one thread.
     __device__ void start() {
+        mbarrier_init(shared_address(&walked), 1);
         mbarrier_init(shared_address(&k_full), 1);
         mbarrier_init(shared_address(&v_full), 1);
         mbarrier_init(shared_address(&keys_empty), c.warpgroups * 4 * kWarpArrivals);

@@ -20,17 +20,18 @@ struct BackwardMaps {
     CUtensorMap lse, delta;  // a row each
 };
 
-template <DType dtype, BackwardConfiguration c, bool kWholeUnits>
+template <DType dtype, BackwardConfiguration c>
 class BackwardProducer {
   public:
     __device__ BackwardProducer(const BackwardProblem& problem, const BackwardMaps& maps,
                                 const AlignedStatistics& statistics, const TileQueue& queue,
-                                const DqSums& dq_sums, BackwardShared<c>& shared)
+                                const DqSums& dq_sums, BackwardOrder order, BackwardShared<c>& shared)
         : problem_(problem),
           maps_(maps),
           statistics_(statistics),
           queue_(queue),
           dq_sums_(dq_sums),
+          order_(order),
           shared_(shared) {}
 
     // The whole warp, which waits as a whole, too: a single lane would not sleep meanwhile, and disturb those
@@ -48,6 +49,9 @@ class BackwardProducer {
         for (uint32_t tile = 0;; ++tile) {
             if constexpr (kMasked) {
                 mbarrier_wait(in_ring(shared_.left, tile), parity(shared_.left, tile) ^ 1);
+                // Blocks that wait for each other should begin in the order in which they take tiles.
+                if (order_ == BackwardOrder::turns && tile > 0)
+                    mbarrier_wait(shared_address(&shared_.walked), (tile - 1) % 2);
                 __syncwarp();
                 if (lane_index() == 0) make_plan(queue, tile);
                 __syncwarp();
@@ -62,9 +66,8 @@ class BackwardProducer {
                 const int first_row = int(plan.tile.sequence.first_query_row), group = plan.tile.group;
                 const int first_statistic = plan.first_statistic;
                 const bool partial = plan.partial, first_lane = lane_index() == 0;
-                const uint32_t of_tile = (kMasked ? QueryNote::masked : 0) |
-                                         (plan.finishes_dq ? QueryNote::finishes : 0) |
-                                         (tile % 2 ? QueryNote::odd_tile : 0);
+                const uint32_t of_tile =
+                    (kMasked ? QueryNote::masked : 0) | (tile % 2 ? QueryNote::odd_tile : 0);
 #pragma unroll 1
                 for (int i = 0; i < group; ++i) {
                     const int head = int(plan.tile.head) * group + i;
@@ -115,7 +118,10 @@ class BackwardProducer {
             } else if (!kMasked) {
                 load_keys(plan, tile);
             }
-            if constexpr (!kMasked) shared_.leave_plan(tile);
+            if constexpr (!kMasked) {
+                shared_.leave_plan(tile);
+                if (lane_index() == 0) mbarrier_arrive(shared_address(&shared_.walked));
+            }
         }
     }
 
@@ -129,7 +135,7 @@ class BackwardProducer {
         TileOrder::Place place;
         if (next_place(queue, tile, place)) {
             plan.end = false;
-            plan.make(problem_.forward, queue_.tiling, dq_sums_, statistics_.rows, place, kWholeUnits,
+            plan.make(problem_.forward, queue_.tiling, dq_sums_, statistics_.rows, place, order_,
                       c.query_tile, c.key_tile);
         } else {
             plan.end = true;
@@ -139,13 +145,14 @@ class BackwardProducer {
     // False at the end.
     __device__ __forceinline__ bool next_place(TileQueue::Reader& queue, uint32_t tile,
                                                TileOrder::Place& place) const {
-        if (kWholeUnits && tile > 0) {
+        if (order_ == BackwardOrder::whole_units && tile > 0) {
             place = shared_.plan(tile - 1).place;
-            if (place.tile-- > 0) return true;
+            if (++place.tile < queue_.tiling.tiles()) return true;
         }
         uint32_t index;
         if (!queue.take(index)) return false;
-        place = kWholeUnits ? TileOrder::Place{queue_.tiling.tiles() - 1, index} : queue_.tiling.place(index);
+        place =
+            order_ == BackwardOrder::whole_units ? TileOrder::Place{0, index} : queue_.tiling.place(index);
         return true;
     }
 
@@ -237,6 +244,7 @@ class BackwardProducer {
     const AlignedStatistics& statistics_;
     const TileQueue& queue_;
     const DqSums& dq_sums_;
+    const BackwardOrder order_;
     Shared& shared_;
     uint32_t landed_ = 0;  // tiles that were looked at
 };

@@ -41,10 +41,12 @@ class TileQueue {
 
     // On the host. counter == nullptr: block b of n takes the tiles b, 2n - 1 - b, 2n + b, ...
     // late: tiles take so long that the next one is taken only when one is begun. count: of tiles, or of what
-    // else blocks take.
-    TileQueue(const RowTiling& tiling, int64_t count, bool late, void* counter)
+    // else blocks take. strict: a tile is taken by a block that runs when all before it have been; else block
+    // b's first tile is b, whenever it runs.
+    TileQueue(const RowTiling& tiling, int64_t count, bool late, void* counter, bool strict = false)
         : tiling(tiling),
           late(late),
+          strict_(strict),
           count_(uint32_t(count)),
           counter_(static_cast<TileCounter*>(counter)),
           ticket_(counter ? new_ticket() : 0) {}
@@ -58,10 +60,8 @@ class TileQueue {
 
         // The next tile's number, for tiling(); false at the end.
         __device__ bool take(uint32_t& index) {
-            if (taken_ == 0)
-                start();
-            else if (!ahead_)
-                next_ = following();
+            if (taken_ == 0) start();
+            if (taken_ == 0 ? queue_.strict_ : !ahead_) next_ = following();
             index = next_;
             if (index >= queue_.count_) {
                 if (queue_.counter_ && index == queue_.count_ + last()) queue_.counter_->ticket = 0;
@@ -78,14 +78,14 @@ class TileQueue {
         __device__ void start() const {
             TileCounter* const counter = queue_.counter_;
             if (!counter || blockIdx.x > 0) return;
-            counter->next = gridDim.x;
+            counter->next = queue_.strict_ ? 0 : gridDim.x;
             store_release(&counter->ticket, queue_.ticket_);
         }
 
         __device__ uint32_t following() const {
             TileCounter* const counter = queue_.counter_;
             if (!counter) return taken_ * gridDim.x + (taken_ % 2 ? last() - blockIdx.x : blockIdx.x);
-            if (taken_ == 1 && blockIdx.x > 0)
+            if (taken_ <= 1 && blockIdx.x > 0)
                 while (load_acquire(&counter->ticket) != queue_.ticket_) continue;
             return add_relaxed(&counter->next, 1);
         }
@@ -99,6 +99,7 @@ class TileQueue {
     const bool late;
 
   private:
+    bool strict_;
     uint32_t count_;
     TileCounter* counter_;
     uint64_t ticket_;  // not 0

@@ -17,6 +17,7 @@ inline uint32_t load_acquire(const uint32_t* counter) {
 }
 
 inline uint64_t load_acquire(const uint64_t* ticket) {
+    emulator::look_again();
     return *ticket;
 }
 

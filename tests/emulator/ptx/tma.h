@@ -32,5 +32,6 @@ inline void tma_load(uint32_t shared, const CUtensorMap* map, uint32_t barrier, 
 }
 
 inline void fence_async_proxy() {}
+inline void fence_async_proxy_of_memory() {}
 
 }  // namespace flash::cuda
