@@ -41,7 +41,7 @@ def test_whole_heads(head_dim, causal, group, deterministic):
                                                      (70, 1020, (60, 20))], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_tiles_of_many_blocks(head_dim, seqlen_q, seqlen_k, heads, features, deterministic):
-    """Blocks share the queries of a head: on Hopper the first of them stores its dQ, and the last one finishes it."""
+    """Blocks share a head's queries: on Hopper the first of them stores its dQ, and the last one finishes it."""
     case = Case(torch.bfloat16, 3, seqlen_q, seqlen_k, *heads, head_dim, device=DEVICE, **features)
     inputs, dlse = case.draw(), case.draw_dlse()
     case.check(inputs, dlse, case.run(inputs, dlse, deterministic=deterministic))
@@ -50,8 +50,8 @@ def test_tiles_of_many_blocks(head_dim, seqlen_q, seqlen_k, heads, features, det
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_bad_keys_are_forgotten(head_dim, deterministic):
-    """Of packed sequences some have keys that are not finite, some no queries: one block does tiles of keys of
-    all kinds, one after the other, and each knows its own bad keys alone."""
+    """Of packed sequences some have keys that are not finite, some no queries: a block does tiles of keys of
+    all kinds, one after the other, and they don't know each other's bad keys."""
     lengths_q, lengths_k = [70, 0, 60] * 60, [50, 130, 70] * 60
     ends_q, ends_k = (torch.tensor([0, *x]).cumsum(0).to(torch.int32) for x in (lengths_q, lengths_k))
     case = Case(torch.bfloat16, num_heads=8, num_heads_k=8, head_dim=head_dim, device=DEVICE,

@@ -175,7 +175,8 @@ def test_neighbours_that_are_not_finite(head_dim, value):
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_bad_keys_are_forgotten(head_dim):
     """Packed sequences, of which some have keys that are not finite and some no queries."""
-    ends_q, ends_k = (torch.tensor([0, *x * 12]).cumsum(0).to(torch.int32) for x in ([20, 0, 30], [40, 10, 50]))
+    lengths = [20, 0, 30], [40, 10, 50]
+    ends_q, ends_k = (torch.tensor([0, *x * 12]).cumsum(0).to(torch.int32) for x in lengths)
     q, k, v = (torch.randn(int(ends[-1]), 2, head_dim).to(HALF) for ends in (ends_q, ends_k, ends_k))
     for begin in ends_k[:-1:3].tolist():
         k[begin:begin + 40] = torch.nan

@@ -348,7 +348,7 @@ class BackwardConsumer {
         return kInWalk ? shared_.dq_ends[warpgroup_] : DqEnd::none;
     }
 
-    // To shared memory, from where another warp has it added (add_dqs); or to dQ itself.
+    // To shared memory, from where another warp has it added (DqAdder); or to dQ itself.
     __device__ __forceinline__ void hand_over(typename Dq::Accumulators& dq, DqEnd end, uint32_t flags,
                                               uint32_t n) const {
         const uint32_t place = shared_address(shared_.dq) + thread_ / 32 * Dq::warp_elements * 4;
