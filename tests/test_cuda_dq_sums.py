@@ -41,7 +41,7 @@ def test_whole_heads(head_dim, causal, group, deterministic):
                                                      (70, 1020, (60, 20))], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_tiles_of_many_blocks(head_dim, seqlen_q, seqlen_k, heads, features, deterministic):
-    """Blocks share a head's queries: on Hopper the first of them stores its dQ, and the last one finishes it."""
+    """Blocks share a head's queries: on Hopper the first of them stores its dQ, the last one finishes it."""
     case = Case(torch.bfloat16, 3, seqlen_q, seqlen_k, *heads, head_dim, device=DEVICE, **features)
     inputs, dlse = case.draw(), case.draw_dlse()
     case.check(inputs, dlse, case.run(inputs, dlse, deterministic=deterministic))

@@ -150,7 +150,7 @@ def test_streams_at_once_equal_one_after_the_other():
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_kernels_whose_blocks_wait_for_each_other_share_the_device(head_dim, deterministic):
-    """Backward passes on three streams: blocks of one that do not run yet are waited for by none that does."""
+    """Backward passes on three streams: no block that runs waits for one that does not yet."""
     case = Case(torch.bfloat16, 2, 1000, 1024, 16, 16, head_dim, causal=True, device=DEVICE)
     inputs = case.draw()
     expected = case.run(inputs, deterministic=deterministic)
