@@ -11,7 +11,8 @@
 //
 // For long sequences one block would be at a unit for long, and little is gained; and where heads go in large
 // sections, so many units are begun at once that the cache doesn't hold them. Then all units have places,
-// cleared at the start, and finish_dq rounds them.
+// cleared at the start, and finish_dq rounds them. (sm90's blocks mostly know which addition is the first and
+// which the last: sm90/backward_dq.cuh.)
 #pragma once
 
 #include <algorithm>
