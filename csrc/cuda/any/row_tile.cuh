@@ -25,26 +25,24 @@ struct RowTile {
 class RowTiling {
   public:
     // cache_bytes: what of the second-level cache the other axis of heads that go together may take, unless
-    // they have fewer tiles than least_tiles then.
+    // they have fewer tiles than least_tiles then. Without a diagonal, which makes some tiles longer than
+    // others, heads go one by one.
     static RowTiling of_queries(const ForwardProblem& problem, Position tile, int64_t cache_bytes,
                                 int64_t least_tiles = 1) {
-        return RowTiling(problem, true, tile, problem.cu_seqlens_q ? problem.rows_q : problem.seqlen_q,
-                         problem.heads_q, problem.cu_seqlens_q, problem.key_blocks,
-                         row_bytes(problem) * problem.seqlen_k / group_of(problem), cache_bytes, least_tiles,
-                         has_diagonal(problem));
+        const int64_t head_bytes = row_bytes(problem) * problem.seqlen_k / group_of(problem);
+        return has_diagonal(problem)
+                   ? RowTiling(problem, true, tile, cache_bytes / at_least_1(head_bytes), least_tiles)
+                   : RowTiling(problem, true, tile, 1, 1);
     }
     static RowTiling of_keys(const ForwardProblem& problem, Position tile, int64_t cache_bytes) {
-        return RowTiling(problem, false, tile, problem.cu_seqlens_k ? problem.rows_k : problem.seqlen_k,
-                         problem.heads_k, problem.cu_seqlens_k, problem.query_blocks,
-                         row_bytes(problem) * problem.seqlen_q * group_of(problem), cache_bytes, 1,
-                         has_diagonal(problem));
+        const int64_t head_bytes = row_bytes(problem) * problem.seqlen_q * group_of(problem);
+        return has_diagonal(problem)
+                   ? RowTiling(problem, false, tile, cache_bytes / at_least_1(head_bytes), 1)
+                   : RowTiling(problem, false, tile, 1, 1);
     }
     // Whatever the mask, heads that go together have so many tiles.
-    static RowTiling of_keys_of_many_heads(const ForwardProblem& problem, Position tile,
-                                           int64_t least_tiles) {
-        return RowTiling(problem, false, tile, problem.cu_seqlens_k ? problem.rows_k : problem.seqlen_k,
-                         problem.heads_k, problem.cu_seqlens_k, problem.query_blocks, 1, 0, least_tiles,
-                         true);
+    static RowTiling of_keys_together(const ForwardProblem& problem, Position tile, int64_t least_tiles) {
+        return RowTiling(problem, false, tile, 1, least_tiles);
     }
 
     // Query heads of a key head.
@@ -95,23 +93,38 @@ class RowTiling {
     }
 
   private:
-    // Blocks that don't start at a multiple of 16 leave room for the rows before them. head_bytes: of a
-    // head's other axis.
-    RowTiling(const ForwardProblem& problem, bool queries, Position tile, int64_t rows, int64_t heads,
-              const int32_t* cu_seqlens, const BlockLists& lists, int64_t head_bytes, int64_t cache_bytes,
-              int64_t least_tiles, bool in_sections)
-        : packed_{cu_seqlens, problem.batch, rows, tile},
-          cuts_(rows, lists, lists.counts && lists.row_block % 16 != 0 ? tile - 16 : tile),
+    struct Axis {
+        int64_t rows, heads;
+        const int32_t* cu_seqlens;
+        const BlockLists& lists;
+    };
+    static Axis queries_of(const ForwardProblem& problem) {
+        return {problem.cu_seqlens_q ? problem.rows_q : problem.seqlen_q, problem.heads_q,
+                problem.cu_seqlens_q, problem.key_blocks};
+    }
+    static Axis keys_of(const ForwardProblem& problem) {
+        return {problem.cu_seqlens_k ? problem.rows_k : problem.seqlen_k, problem.heads_k,
+                problem.cu_seqlens_k, problem.query_blocks};
+    }
+
+    // Heads go together: so many, or those that have so many tiles, whichever is more.
+    RowTiling(const ForwardProblem& problem, bool queries, Position tile, int64_t least_heads,
+              int64_t least_tiles)
+        : RowTiling(problem, queries, queries ? queries_of(problem) : keys_of(problem), tile, least_heads,
+                    least_tiles) {}
+    // Blocks that don't start at a multiple of 16 leave room for the rows before them.
+    RowTiling(const ForwardProblem& problem, bool queries, const Axis& axis, Position tile,
+              int64_t least_heads, int64_t least_tiles)
+        : packed_{axis.cu_seqlens, problem.batch, axis.rows, tile},
+          cuts_(axis.rows, axis.lists,
+                axis.lists.counts && axis.lists.row_block % 16 != 0 ? tile - 16 : tile),
           queries_(queries),
-          tiles_(uint32_t(at_least_1(cu_seqlens ? packed_.slots() : cuts_.count()))),
-          all_heads_(heads * (cu_seqlens ? 1 : problem.batch)),
-          order_(tiles_, at_least_1(all_heads_),
-                 in_sections
-                     ? std::max(cache_bytes / at_least_1(head_bytes), (least_tiles + tiles_ - 1) / tiles_)
-                     : 1),
-          heads_(uint32_t(at_least_1(heads))),
+          tiles_(uint32_t(at_least_1(axis.cu_seqlens ? packed_.slots() : cuts_.count()))),
+          all_heads_(axis.heads * (axis.cu_seqlens ? 1 : problem.batch)),
+          order_(tiles_, at_least_1(all_heads_), std::max(least_heads, (least_tiles + tiles_ - 1) / tiles_)),
+          heads_(uint32_t(at_least_1(axis.heads))),
           group_(uint32_t(group_of(problem))),
-          count_((cu_seqlens ? packed_.slots() : cuts_.count()) * all_heads_) {}
+          count_((axis.cu_seqlens ? packed_.slots() : cuts_.count()) * all_heads_) {}
 
     static int64_t at_least_1(int64_t count) { return count > 1 ? count : 1; }
 
@@ -120,7 +133,6 @@ class RowTiling {
         return (problem.head_dim + problem.head_dim_v) * element_bytes(problem.dtype);
     }
 
-    // It makes some tiles longer than others.
     static bool has_diagonal(const ForwardProblem& problem) {
         return problem.window_right >= 0 && problem.window_left < 0;
     }

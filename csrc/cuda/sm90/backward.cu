@@ -92,17 +92,15 @@ int64_t padded(int64_t bytes) {
 bool has_map(const ForwardProblem& problem) {
     return problem.query_blocks.counts;
 }
-bool is_packed(const ForwardProblem& problem) {
-    return problem.cu_seqlens_q || problem.cu_seqlens_k;
-}
+// Without a map.
 bool every_query_sees_keys(const ForwardProblem& problem) {
-    if (is_packed(problem) || has_map(problem)) return false;
+    if (problem.cu_seqlens_q || problem.cu_seqlens_k) return false;
     return problem.window_right < 0 || problem.seqlen_k - problem.seqlen_q + problem.window_right >= 0;
 }
 
 // Whether a block does all tiles of a unit (backward_dq.cuh): if the cache holds the queries, gradients and
 // sums of as many units as there are blocks, which other blocks don't share then, and if few blocks idle at
-// the end. Every query has to see the first tile of keys.
+// the end. Every query has to see the first tile of keys; without a map.
 bool does_whole_units(const ForwardProblem& problem, const Device& device) {
     if (!every_query_sees_keys(problem) || problem.window_left >= 0) return false;
     const int64_t units = problem.batch * problem.heads_k;
@@ -146,8 +144,8 @@ struct Walk {
     // those which begin at the same time add to different sums, two tiles for each that runs.
     RowTiling tiling(const ForwardProblem& problem, const Device& device) const {
         const bool all = problem.window_right < 0 && problem.window_left < 0;
-        return has_turns() ? RowTiling::of_keys_of_many_heads(problem, kConfiguration.key_tile,
-                                                              all ? 2 * device.multiprocessors : 1)
+        return has_turns() ? RowTiling::of_keys_together(problem, kConfiguration.key_tile,
+                                                         all ? 2 * device.multiprocessors : 1)
                            : RowTiling::of_keys(problem, kConfiguration.key_tile, device.l2_bytes / 3);
     }
 
