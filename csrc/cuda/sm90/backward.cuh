@@ -58,7 +58,7 @@ class BackwardConsumer {
             if (plan.has_queries)
                 walk(tile, n);
             else
-                pass_by(tile);
+                mbarrier_wait(shared_address(&shared_.k_full), tile % 2);
             mbarrier_arrive_warp(shared_address(&shared_.keys_empty));
             store(plan, tile);
         }
@@ -202,14 +202,6 @@ class BackwardConsumer {
         mbarrier_arrive_warp(in_ring(shared_.empty, n));
     }
 
-    // A tile of keys that no query sees.
-    __device__ __forceinline__ void pass_by(uint32_t tile) const {
-        mbarrier_wait(shared_address(&shared_.k_full), tile % 2);
-        meet();  // everybody has left the tile before
-        if (threadIdx.x == 0) shared_.forget_bad_keys(tile + 1);
-        meet();
-    }
-
     // What of K is not finite becomes 0, for dQ = dS K, where it may meet a gradient of 0; its keys are
     // noted. S of the first tile is under way.
     __device__ __forceinline__ void look_for_bad_keys(uint32_t tile) const {
@@ -218,7 +210,6 @@ class BackwardConsumer {
         if (has_bad_element<dtype, c.consumers, KeyTile>(k)) has_bad_keys = true;
         wgmma_wait<1>();
         meet();
-        if (threadIdx.x == 0) shared_.forget_bad_keys(tile + 1);  // everybody has left the tile before
         if (!has_bad_keys) return;
         clear_bad_elements<dtype, c.consumers, KeyTile>(k, shared_.bad_keys[tile % 2]);
         fence_async_proxy();

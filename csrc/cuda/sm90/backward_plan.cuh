@@ -117,9 +117,9 @@ struct BackwardShared {
     static_assert(c.stages + 2 <= kDqNotes);
     DqNote dq_notes[kDqNotes];
     uint32_t bad_queries[c.stages][(c.query_tile + 31) / 32];
-    // Of a tile and the next one.
-    uint32_t bad_keys[2][(c.key_tile + 31) / 32];
-    bool has_bad_keys[2];
+    // Of the plans' tiles. Whoever makes a plan forgets those of the one that was there before.
+    uint32_t bad_keys[kBackwardPlans][(c.key_tile + 31) / 32];
+    bool has_bad_keys[kBackwardPlans];
     bool all_finite;  // lse and delta of all queries, and so Q and dO
     BackwardPlan plans[kBackwardPlans];
 
@@ -135,8 +135,8 @@ struct BackwardShared {
         mbarrier_arrive_warp(in_ring(left, tile));
     }
     __device__ __forceinline__ void forget_bad_keys(uint32_t tile) {
-        for (uint32_t& keys : bad_keys[tile % 2]) keys = 0;
-        has_bad_keys[tile % 2] = false;
+        for (uint32_t& keys : bad_keys[tile % kBackwardPlans]) keys = 0;
+        has_bad_keys[tile % kBackwardPlans] = false;
     }
 
     // By one thread.
@@ -150,7 +150,6 @@ struct BackwardShared {
             mbarrier_init(shared_address(&planned[i]), 1);
             mbarrier_init(shared_address(&left[i]), (c.warpgroups * 4 + c.warpgroups + 1) * kWarpArrivals);
         }
-        for (int i = 0; i < 2; ++i) forget_bad_keys(i);
         for (int i = 0; i < c.warpgroups; ++i) {
             mbarrier_init(shared_address(&dq_full[i]), 4 * kWarpArrivals);
             mbarrier_init(shared_address(&dq_empty[i]), 1);

@@ -132,6 +132,7 @@ class BackwardProducer {
     // By one thread. Others read the plan behind a barrier, its own warp behind __syncwarp.
     __device__ __forceinline__ void make_plan(TileQueue::Reader& queue, uint32_t tile) const {
         BackwardPlan& plan = shared_.plan(tile);
+        shared_.forget_bad_keys(tile);
         TileOrder::Place place;
         if (next_place(queue, tile, place)) {
             plan.end = false;
