@@ -33,7 +33,7 @@ def row_of(symbol):
     """(row, dtype): the first whose symbol begins so."""
     for row in ROWS:
         for dtype in row.dtypes:
-            if row.symbol(dtype).startswith(symbol) and row.kernel in ("forward", "backward"):
+            if row.symbol(dtype).startswith(symbol) and row.which:
                 return row, dtype
     raise SystemExit(f"no forward or backward kernel begins with {symbol}")
 
@@ -52,11 +52,11 @@ def compile_variant(folder, row, dtype, text, only_compile):
     configuration = dataclasses.replace(row.configuration, **{name: int(value) for name, value in fields.items()})
     changed = dataclasses.replace(row, configuration=configuration)
     header = changed.header(dtype) + f'#define FLASH_SOURCE "{source}/cuda/{row.engine}/{row.kernel}.cu"\n'
-    if row.kernel == "backward":
+    if row.which == "backward":
         header += "#define FLASH_BACKWARD\n"
     (folder / "row.h").write_text(header)
     shutil.copy(ROOT / "benchmarks" / "kernel_timer.cu", folder)
-    helper = "backward_prepare.cu" if row.kernel == "backward" else "combine.cu"
+    helper = "backward_prepare.cu" if row.which == "backward" else "combine.cu"
     output = ["-cubin", "-o", folder / "run.cubin"] if only_compile else [
         source / "cuda" / "any" / helper, "-o", folder / "run"]
     command = [toolkit.Toolkit.find().nvcc, "-std=c++20", "-O3", "--expt-relaxed-constexpr", "-Xptxas", "-v",
@@ -66,7 +66,7 @@ def compile_variant(folder, row, dtype, text, only_compile):
     done = subprocess.run(list(map(str, command)), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     if done.returncode:
         return f"does not compile: {done.stdout[-2000:]}"
-    main = re.search(rf"attention_{row.kernel}\S*'.*?(\d+) bytes spill stores, (\d+) bytes spill loads.*?"
+    main = re.search(r"attention_\S*'.*?(\d+) bytes spill stores, (\d+) bytes spill loads.*?"
                      r"Used (\d+) registers", done.stdout, re.S)
     serial = "; products serialised" if re.search(r"C75\d\d", done.stdout) else ""
     return f"{main[3]} registers, spills {main[1]}/{main[2]} bytes{serial}"

@@ -101,10 +101,15 @@ class BiasGradient:
 @dataclass(frozen=True)
 class Row:
     engine: str
-    kernel: str  # "forward", "backward", "query_gradient", "bias_gradient"; in <engine>/<kernel>.cu
+    kernel: str  # "forward", "backward", "wide_backward", "query_gradient", ...; in <engine>/<kernel>.cu
     dtypes: tuple
     configuration: object
     from_keys: int = 0  # if queries see fewer, the next row takes them
+
+    @property
+    def which(self):
+        """The pass that the engine chooses it for, "forward" or "backward"; None: others launch it."""
+        return {"forward": "forward", "backward": "backward", "wide_backward": "backward"}.get(self.kernel)
 
     @property
     def capability(self):
@@ -147,7 +152,7 @@ def registry(compiled, architectures, toolkit, kernel_h):
     capability and ptx it repeats; kernel_h: csrc/cuda/kernel.h."""
     text = f'#include "{kernel_h}"\n\nnamespace flash::cuda {{\n\n'
     for kind in ("Forward", "Backward"):
-        symbols = [row.symbol(dtype) for row, dtype in compiled if row.kernel == kind.lower()]
+        symbols = [row.symbol(dtype) for row, dtype in compiled if row.which == kind.lower()]
         text += "".join(f"extern const {kind}Kernel {symbol};\n" for symbol in symbols)
         addresses = "".join(f"&{symbol}, " for symbol in symbols)
         text += f"const {kind}Kernel* const {kind.lower()}_kernels[] = {{{addresses}nullptr}};\n\n"
@@ -191,8 +196,10 @@ ROWS = [
     Row("sm80", "backward", HALVES,
         Backward(128, 64, 128, 8, 2, 1, score_rows=2, gradient_rows=4, dq_rows=2, finish_apart=1)),
     Row("sm80", "backward", HALVES, Backward(128, 64, 64, 8, 1, 1, score_rows=4, gradient_rows=4, dq_rows=2)),
+    Row("sm90", "wide_backward", HALVES, HopperBackward(192, 64, 64, stages=3)),
     Row("sm80", "backward", HALVES, Backward(192, 64, 64, 8, 2, 1, score_rows=4, gradient_rows=4, dq_rows=4)),
     Row("sm80", "backward", HALVES, Backward(192, 32, 32, 4, 2, 1, score_rows=2, gradient_rows=2, dq_rows=2)),
+    Row("sm90", "wide_backward", HALVES, HopperBackward(256, 48, 64, stages=3)),
     Row("sm80", "backward", HALVES, Backward(256, 64, 64, 8, 2, 1, score_rows=2, gradient_rows=2, dq_rows=2)),
     Row("sm80", "backward", HALVES, Backward(256, 64, 64, 8, 1, 1, score_rows=2, gradient_rows=2, dq_rows=2)),
     Row("sm80", "backward", HALVES, Backward(256, 32, 32, 4, 1, 1, score_rows=2, gradient_rows=2, dq_rows=2)),

@@ -134,9 +134,10 @@ def test_scores_that_grow_along_the_keys(head_dim, dtype):
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_what_is_not_finite_stays_where_it_is_seen(value):
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+def test_what_is_not_finite_stays_where_it_is_seen(head_dim, value):
     """NaN in keys, values and gradients behind the diagonal: bitwise as with zeros there."""
-    given = case(HALF, 64, 150, 200, causal=True)
+    given = case(HALF, head_dim, 150, 200, causal=True)
     results = []
     for filled in (0.0, value):
         q, k, v, dout = given.draw()
@@ -150,7 +151,7 @@ def test_what_is_not_finite_stays_where_it_is_seen(value):
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 def test_neighbours_that_are_not_finite(head_dim, value):
     """Of packed sequences, whose rows are in the same tiles: as zeros there."""
     ends = (0, 70, 203, 260), (0, 90, 150, 310)
@@ -172,7 +173,7 @@ def test_neighbours_that_are_not_finite(head_dim, value):
             torch.testing.assert_close(clean[part], dirty[part], rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 def test_bad_keys_are_forgotten(head_dim):
     """Packed sequences, of which some have keys that are not finite and some no queries."""
     lengths = [20, 0, 30], [40, 10, 50]
@@ -187,7 +188,7 @@ def test_bad_keys_are_forgotten(head_dim):
             assert gradient[begin:end].isfinite().all()
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 @pytest.mark.parametrize("seqlens", [(1, 300), (300, 1), (129, 255)], ids=str)
 def test_backward_of_many_heads_and_ragged_tiles(seqlens, head_dim):
     given = case(HALF, head_dim, *seqlens, num_heads=8, num_heads_k=1, causal=seqlens[0] == 129)
@@ -196,7 +197,7 @@ def test_backward_of_many_heads_and_ragged_tiles(seqlens, head_dim):
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("features", ["plain", "causal", "window", "packed"])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 def test_backward_of_many_tiles_of_keys(head_dim, features, deterministic):
     """Each block takes several of them; where it can, all of a head."""
     given = case(HALF, head_dim, 260, 300, **{**FEATURES[features], "num_heads": 12, "num_heads_k": 12})

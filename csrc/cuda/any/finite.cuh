@@ -28,9 +28,9 @@ __device__ __forceinline__ bool has_bad_element(uint32_t tile) {
     return (carries & 0x80008000) != 0;
 }
 
-// By kThreads threads, which have cleared bad_rows and whose writes are seen behind a barrier.
-template <DType dtype, int kThreads, class Tile>
-__device__ __forceinline__ void clear_bad_elements(uint32_t tile, uint32_t* bad_rows) {
+// Calls visit(row, place, chunk without them) for every 16 bytes with bad elements that this thread looks at.
+template <DType dtype, int kThreads, class Tile, class Visit>
+__device__ __forceinline__ void each_bad_chunk(uint32_t tile, const Visit& visit) {
     using Threads = TileThreads<Tile, kThreads>;
 #pragma unroll 1
     for (int row = Threads::first_row(); row < Tile::rows; row += Threads::row_step)
@@ -40,9 +40,24 @@ __device__ __forceinline__ void clear_bad_elements(uint32_t tile, uint32_t* bad_
             const uint4 clean = make_uint4(finite_or_zero<dtype>(x.x), finite_or_zero<dtype>(x.y),
                                            finite_or_zero<dtype>(x.z), finite_or_zero<dtype>(x.w));
             if (clean.x == x.x && clean.y == x.y && clean.z == x.z && clean.w == x.w) continue;
-            store_shared(place, clean);
-            atomicOr(&bad_rows[row / 32], 1u << row % 32);
+            visit(row, place, clean);
         }
+}
+
+// By kThreads threads, which have cleared bad_rows and whose writes are seen behind a barrier.
+template <DType dtype, int kThreads, class Tile>
+__device__ __forceinline__ void note_bad_rows(uint32_t tile, uint32_t* bad_rows) {
+    each_bad_chunk<dtype, kThreads, Tile>(
+        tile, [&](int row, uint32_t, uint4) { atomicOr(&bad_rows[row / 32], 1u << row % 32); });
+}
+
+// The same, and the elements become 0.
+template <DType dtype, int kThreads, class Tile>
+__device__ __forceinline__ void clear_bad_elements(uint32_t tile, uint32_t* bad_rows) {
+    each_bad_chunk<dtype, kThreads, Tile>(tile, [&](int row, uint32_t place, uint4 clean) {
+        store_shared(place, clean);
+        atomicOr(&bad_rows[row / 32], 1u << row % 32);
+    });
 }
 
 // All of the block's kThreads threads; the tiles, which share their rows, are whole on entry and on return.

@@ -61,6 +61,8 @@ __device__ __forceinline__ void keep(float (&d)[kCount]) {
 #define FLASH_R112 ", %112, %113, %114, %115, %116, %117, %118, %119"
 #define FLASH_R120 ", %120, %121, %122, %123, %124, %125, %126, %127"
 
+#define FLASH_REGISTERS_32 FLASH_R0 FLASH_R8
+#define FLASH_REGISTERS_48 FLASH_R0 FLASH_R8 FLASH_R16
 #define FLASH_REGISTERS_64 FLASH_R0 FLASH_R8 FLASH_R16 FLASH_R24
 #define FLASH_REGISTERS_80 FLASH_R0 FLASH_R8 FLASH_R16 FLASH_R24 FLASH_R32
 #define FLASH_REGISTERS_96 FLASH_R0 FLASH_R8 FLASH_R16 FLASH_R24 FLASH_R32 FLASH_R40
@@ -79,6 +81,8 @@ __device__ __forceinline__ void keep(float (&d)[kCount]) {
 #define FLASH_D8(i)                                                                             \
     "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
         "+f"(d[i + 6]), "+f"(d[i + 7])
+#define FLASH_D_32 FLASH_D8(0), FLASH_D8(8)
+#define FLASH_D_48 FLASH_D8(0), FLASH_D8(8), FLASH_D8(16)
 #define FLASH_D_64 FLASH_D8(0), FLASH_D8(8), FLASH_D8(16), FLASH_D8(24)
 #define FLASH_D_80 FLASH_D8(0), FLASH_D8(8), FLASH_D8(16), FLASH_D8(24), FLASH_D8(32)
 #define FLASH_D_96 FLASH_D8(0), FLASH_D8(8), FLASH_D8(16), FLASH_D8(24), FLASH_D8(32), FLASH_D8(40)
@@ -135,6 +139,8 @@ struct Wgmma;
     FLASH_WGMMA(DType::float16, "f16", n, 0, 1, __VA_ARGS__)   \
     FLASH_WGMMA(DType::float16, "f16", n, 1, 1, __VA_ARGS__)
 
+FLASH_WGMMA_OF(32, "%16", "%17", "%18", "%19", "%20", "%18", "%21")
+FLASH_WGMMA_OF(48, "%24", "%25", "%26", "%27", "%28", "%26", "%29")
 FLASH_WGMMA_OF(64, "%32", "%33", "%34", "%35", "%36", "%34", "%37")
 FLASH_WGMMA_OF(80, "%40", "%41", "%42", "%43", "%44", "%42", "%45")
 FLASH_WGMMA_OF(96, "%48", "%49", "%50", "%51", "%52", "%50", "%53")

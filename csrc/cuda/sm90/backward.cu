@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "problem.h"
+#include "backward_launch.h"
 
 namespace flash::cuda {
 namespace sm90 {
@@ -74,19 +74,8 @@ const char* why_not(const BackwardProblem& whole, const Device&) {
         return "the map's blocks are too small for its tiles, or no multiples of them";
     if (lists.head_stride != 0 && problem.heads_q != problem.heads_k)
         return "grouped heads must share their map of blocks";
-    if (const char* reason = cannot_copy({queries_of(problem, problem.q, problem.head_dim),
-                                          queries_of(problem, whole.dout, problem.head_dim_v),
-                                          keys_of(problem, problem.k, problem.head_dim),
-                                          keys_of(problem, problem.v, problem.head_dim_v)}))
-        return reason;
-    // The gradients are contiguous (store_rows.cuh).
-    if ((problem.head_dim | problem.head_dim_v) % 4 != 0) return "the head dims are no multiples of 4";
+    if (const char* reason = cannot_copy_backward(whole)) return reason;
     return switched_off();
-}
-
-// Of a part of the workspace, so that the next one is aligned.
-int64_t padded(int64_t bytes) {
-    return (bytes + 255) / 256 * 256;
 }
 
 bool has_map(const ForwardProblem& problem) {
@@ -160,63 +149,38 @@ struct Walk {
     }
 };
 
-AlignedRows aligned_rows(const ForwardProblem& problem) {
-    return {problem.cu_seqlens_q, problem.batch, problem.rows_q};
-}
-RowStatistics statistics_at(const ForwardProblem& problem, void* data) {
-    const int64_t rows = aligned_rows(problem).count();
-    return {data, problem.cu_seqlens_q ? 0 : rows * problem.heads_q, rows};
-}
-int64_t statistics_bytes(const ForwardProblem& problem) {
-    const int64_t batches = problem.cu_seqlens_q ? 1 : problem.batch;
-    const int64_t elements = batches * problem.heads_q * aligned_rows(problem).count();
-    return padded(elements * int64_t(sizeof(float)));
-}
-
-// The queue's counter, lse in log 2, delta; from here on zeros: whether they are finite, turns; sums of dQ.
+// The queue's counter, statistics; from where their zeros begin on: turns; sums of dQ.
 int64_t workspace_bytes(const BackwardProblem& problem, const Device& device) {
-    const ForwardProblem& forward = problem.forward;
-    const Walk walk(forward, device);
-    return padded(TileQueue::workspace_bytes) + 2 * statistics_bytes(forward) + padded(4) +
+    const Walk walk(problem.forward, device);
+    return padded(TileQueue::workspace_bytes) + StatisticsSpace(problem.forward).bytes() +
            walk.turns_bytes() + walk.dq_sums.bytes();
-}
-
-void set_zero(void* data, int64_t bytes, const Launch& launch) {
-    check(cudaMemsetAsync(data, 0, bytes, static_cast<cudaStream_t>(launch.stream)), FLASH_KERNEL_NAME);
 }
 
 void launch(const BackwardProblem& problem, const Launch& launch) {
     const ForwardProblem& forward = problem.forward;
     char* const workspace = static_cast<char*>(launch.workspace) + padded(TileQueue::workspace_bytes);
-    const int64_t bytes = statistics_bytes(forward);
-    char* const zeros = workspace + 2 * bytes;
-    const AlignedStatistics statistics{statistics_at(forward, workspace),
-                                       statistics_at(forward, workspace + bytes), aligned_rows(forward),
-                                       reinterpret_cast<uint32_t*>(zeros)};
+    const StatisticsSpace space(forward);
+    const AlignedStatistics statistics = space.at(workspace);
     Walk walk(forward, launch.device);
-    uint32_t* const turns = reinterpret_cast<uint32_t*>(zeros + padded(4));
-    const int64_t before_sums = padded(4) + walk.turns_bytes();
-    set_zero(zeros, before_sums + (walk.in_walk() ? 0 : walk.dq_sums.bytes()), launch);
-    walk.dq_sums.lie_at(zeros + before_sums);
+    char* const turns = workspace + space.bytes();
+    char* const sums = turns + walk.turns_bytes();
+    char* const zeros = workspace + space.zeros();
+    set_zero(zeros, sums - zeros + (walk.in_walk() ? 0 : walk.dq_sums.bytes()), FLASH_KERNEL_NAME, launch);
+    walk.dq_sums.lie_at(sums);
     if (walk.in_walk() && !every_query_sees_keys(forward)) {  // nobody comes to tiles that see none
         const int64_t rows = (forward.cu_seqlens_q ? 1 : forward.batch) * forward.rows_q;
-        set_zero(problem.dq.data, rows * forward.heads_q * forward.head_dim * 2, launch);
+        set_zero(problem.dq.data, rows * forward.heads_q * forward.head_dim * 2, FLASH_KERNEL_NAME, launch);
     }
     compute_delta(problem, statistics, launch);
     constexpr int query_tile = kConfiguration.query_tile, key_tile = kConfiguration.key_tile;
     // By a counter, since blocks in step would add to the same sums at the same time.
     const TileQueue queue(walk.keys, walk.whole_units() ? walk.keys.heads() : walk.keys.count(), false,
                           launch.workspace, walk.has_turns());
-    const BackwardMaps maps{
-        tensor_map(queries_of(forward, forward.q, forward.head_dim), kDType, query_tile),
-        tensor_map(queries_of(forward, problem.dout, forward.head_dim_v), kDType, query_tile),
-        tensor_map(keys_of(forward, forward.k, forward.head_dim), kDType, key_tile),
-        tensor_map(keys_of(forward, forward.v, forward.head_dim_v), kDType, key_tile),
-        tensor_map(statistics.lse_log2, forward, statistics.rows.count(), query_tile),
-        tensor_map(statistics.delta, forward, statistics.rows.count(), query_tile)};
+    const BackwardMaps maps = maps_of(problem, statistics, kDType, query_tile, key_tile);
     launch_kernel(FLASH_KERNEL_NAME, walk.in_walk() ? attention_backward<true> : attention_backward<false>,
                   walk.blocks(launch.device), kConfiguration.threads, sizeof(Shared), launch, problem, maps,
-                  statistics, queue, walk.dq_sums, walk.has_turns() ? turns : nullptr, walk.order,
+                  statistics, queue, walk.dq_sums,
+                  walk.has_turns() ? reinterpret_cast<uint32_t*>(turns) : nullptr, walk.order,
                   float(forward.softmax_scale * GpuMath::unit));
     launch_kernel(FLASH_KERNEL_NAME, finish_dq, walk.dq_sums.unfinished_tiles(), kConfiguration.consumers,
                   query_tile * kConfiguration.head_dim * 2, launch, problem, walk.dq_sums);

@@ -23,6 +23,7 @@
 #include "../tile/gpu_math.h"
 #include "../tile/warp_product.h"
 #include "backward_dq.cuh"
+#include "backward_mask.cuh"
 #include "store_rows.cuh"
 #include "tensor_map.h"
 #include "warpgroup_product.h"
@@ -287,41 +288,12 @@ class BackwardConsumer {
         return shown;
     }
 
-    // P and dS are zero where invisible: what lies behind the mask may be infinite. NaN where a row of Q, dO
-    // or K that is not finite is seen.
     __device__ __forceinline__ void mask(Scores& p, Scores& ds, const QueryNote& note, const Words& words,
                                          uint32_t n) const {
-        const uint32_t tile = Shared::tile_of(note.flags);
-        const BackwardPlan& plan = shared_.plan(tile);
-#pragma unroll
-        for (int part = 0; part < c.query_tile / 64; ++part) {
-            const uint32_t bits = note.bits ? visible(plan, words, part) : ~0u;
-#pragma unroll
-            for (int r = 0; r < Scores::rows; ++r) {
-                const int row = warp_row() + Scores::row(r);
-                const Position key = plan.tile.first + row, first = note.first + part * 64;
-                const Interval queries = plan.tile.rows.contains(key)
-                                             ? intersection(plan.mask.queries_of(key), note.seen)
-                                             : Interval(0, 0);
-                const uint32_t shown = bits >> (r * 16) & columns_in_front_of(queries.end - first, thread_) &
-                                       ~columns_in_front_of(queries.begin - first, thread_);
-                const bool bad_key =
-                    shared_.has_bad_keys[tile] && shared_.bad_keys[tile][row / 32] >> row % 32 & 1;
-#pragma unroll
-                for (int column = 0; column < 16; ++column) {
-                    float &x = p.at(r, part * 16 + column), &dx = ds.at(r, part * 16 + column);
-                    if (!(shown >> column & 1)) x = dx = 0;
-                }
-                if (!(bad_key || note.flags & QueryNote::bad)) continue;
-#pragma unroll
-                for (int column = 0; column < 16; ++column) {
-                    const int i = part * 64 + Scores::column(column);
-                    const uint32_t bad = bad_key ? ~0u : shared_.bad_queries[n % c.stages][i / 32];
-                    float &x = p.at(r, part * 16 + column), &dx = ds.at(r, part * 16 + column);
-                    if (shown >> column & bad >> i % 32 & 1) x = dx = __int_as_float(0x7fffffff);
-                }
-            }
-        }
+        const BackwardPlan& plan = shared_.plan(Shared::tile_of(note.flags));
+        mask_scores(
+            shared_, note, n, warp_row(), thread_,
+            [&](int part) { return note.bits ? visible(plan, words, part) : ~0u; }, p, ds);
     }
 
     __device__ __forceinline__ void store_ds(const Operand& ds, uint32_t n) const {

@@ -13,8 +13,12 @@ namespace flash::cuda::sm90 {
 struct BackwardConfiguration {
     int head_dim, query_tile, key_tile, stages;
 
-    static constexpr int warpgroups = 2;  // that compute, 64 keys each
+    static constexpr int warpgroups = 2;  // that compute
     static constexpr int consumers = 128 * warpgroups, threads = consumers + 128;
+
+    // Or it has a walk of its own (query_gradient.cuh).
+    constexpr bool adds_dq() const { return head_dim <= 128; }
+    constexpr int adders() const { return adds_dq() ? warpgroups : 0; }  // warps
 };
 
 // A tile of queries, beside its stage.
@@ -91,18 +95,30 @@ struct BackwardPlan {
     }
 };
 
+// What the consumers hand each other.
+template <BackwardConfiguration c, bool kAddsDq = c.adds_dq()>
+struct BackwardExchange {
+    alignas(1024) char ds[2][c.key_tile * c.query_tile * 2];  // dS^T
+    alignas(16) float dq[c.query_tile * c.head_dim];          // on its way to the sums
+};
 template <BackwardConfiguration c>
-struct BackwardShared {
+struct BackwardExchange<c, false> {
+    static constexpr int kBuffers = c.head_dim > 192 ? 1 : 2;
+    alignas(1024) float p[kBuffers][c.key_tile * c.query_tile];  // P^T, as threads have it
+};
+
+template <BackwardConfiguration c>
+struct BackwardShared : BackwardExchange<c> {
     static constexpr int key_bytes = c.key_tile * c.head_dim * 2, query_bytes = c.query_tile * c.head_dim * 2;
 
     alignas(1024) char k[key_bytes];
     alignas(1024) char v[key_bytes];
     alignas(1024) char q[c.stages][query_bytes];
     alignas(1024) char dout[c.stages][query_bytes];
-    alignas(1024) char ds[2][c.key_tile * c.query_tile * 2];  // dS^T
-    alignas(16) float dq[c.query_tile * c.head_dim];          // on its way to the sums
-    alignas(128) float lse[c.stages][c.query_tile];           // in log 2
-    alignas(128) float delta[c.stages][c.query_tile];
+    static constexpr int kStatistics =
+        (c.query_tile + 31) / 32 * 32;              // copies begin at multiples of 128 bytes
+    alignas(128) float lse[c.stages][kStatistics];  // in log 2
+    alignas(128) float delta[c.stages][kStatistics];
     uint64_t planned[kBackwardPlans], left[kBackwardPlans];
     uint64_t walked;  // all unmasked tiles of queries have been copied, or are about to be
     uint64_t k_full, v_full, keys_empty;
@@ -148,7 +164,7 @@ struct BackwardShared {
         mbarrier_init(shared_address(&landed), 1);
         for (int i = 0; i < kBackwardPlans; ++i) {
             mbarrier_init(shared_address(&planned[i]), 1);
-            mbarrier_init(shared_address(&left[i]), (c.warpgroups * 4 + c.warpgroups + 1) * kWarpArrivals);
+            mbarrier_init(shared_address(&left[i]), (c.warpgroups * 4 + c.adders() + 1) * kWarpArrivals);
         }
         for (int i = 0; i < c.warpgroups; ++i) {
             mbarrier_init(shared_address(&dq_full[i]), 4 * kWarpArrivals);

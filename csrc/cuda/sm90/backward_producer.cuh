@@ -185,7 +185,7 @@ class BackwardProducer {
         const uint32_t q_full = shared_address(&shared_.q_full[stage]),
                        dout_full = shared_address(&shared_.dout_full[stage]);
         if (rows) load_queries(shared_.q[stage], maps_.q, q_full, row, head, batch);
-        mbarrier_expect(q_full, 2 * int(sizeof shared_.lse[0]));
+        mbarrier_expect(q_full, 2 * c.query_tile * int(sizeof(float)));
         tma_load(shared_address(shared_.lse[stage]), &maps_.lse, q_full, statistic, 0, head, batch);
         tma_load(shared_address(shared_.delta[stage]), &maps_.delta, q_full, statistic, 0, head, batch);
         if (rows) load_queries(shared_.dout[stage], maps_.dout, dout_full, row, head, batch);

@@ -18,18 +18,31 @@ __device__ __forceinline__ uint64_t further(uint64_t descriptor, int bytes) {
     return descriptor >> 32 << 32 | (uint32_t(descriptor) + bytes / 16);
 }
 
-// D[i][j] = sum_k A[i][k] B[j][k]; a: the warpgroup's 64 rows of a tile of a_rows, b: kColumns rows.
-template <DType dtype, int kDepth, int kColumns>
+// D[i][j] = sum_k A[i][k] B[j][k]; a: the warpgroup's 64 rows of a tile of a_rows, b: kColumns rows. From
+// kFirst on, if that is not 0, it is added to D.
+template <DType dtype, int kDepth, int kColumns, int kFirst = 0>
 __device__ __forceinline__ void multiply_rows_by_rows(Fragment<16, kColumns>& d, uint32_t a, int a_rows,
                                                       uint32_t b) {
     const uint64_t left = wgmma_descriptor(a, 16), right = wgmma_descriptor(b, 16);
 #pragma unroll
-    for (int k = 0; k < kDepth / 16; ++k) {
+    for (int k = kFirst / 16; k < kDepth / 16; ++k) {
         const int panel = k / 4, inside = k % 4 * 32;
         Wgmma<dtype, kColumns, false>::multiply(
             registers_of(d), further(left, panel * a_rows * kPanelRowBytes + inside),
             further(right, panel * kColumns * kPanelRowBytes + inside), k > 0);
     }
+}
+
+// The same with A in registers.
+template <DType dtype, int kDepth, int kColumns>
+__device__ __forceinline__ void multiply_registers_by_rows(Fragment<16, kColumns>& d,
+                                                           const uint32_t (&a)[kDepth / 16][1][4],
+                                                           uint32_t b) {
+    const uint64_t right = wgmma_descriptor(b, 16);
+#pragma unroll
+    for (int k = 0; k < kDepth / 16; ++k)
+        Wgmma<dtype, kColumns, false>::multiply(
+            registers_of(d), a[k][0], further(right, k / 4 * kColumns * kPanelRowBytes + k % 4 * 32), k > 0);
 }
 
 // D[i][j] += sum_k A[i][k] B[k][j] with A in registers; b: kDepth rows, of a tile of b_rows, of kColumns.

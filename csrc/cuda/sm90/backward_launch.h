@@ -1,0 +1,70 @@
+// What launches of Hopper's backward begin with: what they can't copy, the statistics of queries and their
+// place in the workspace, the tensors' maps.
+#pragma once
+
+#include "../any/rows.h"
+#include "backward_producer.cuh"
+#include "problem.h"
+
+namespace flash::cuda::sm90 {
+
+// Of a part of the workspace, so that the next one is aligned.
+inline int64_t padded(int64_t bytes) {
+    return (bytes + 255) / 256 * 256;
+}
+
+inline const char* cannot_copy_backward(const BackwardProblem& whole) {
+    const ForwardProblem& problem = whole.forward;
+    if (const char* reason = cannot_copy({queries_of(problem, problem.q, problem.head_dim),
+                                          queries_of(problem, whole.dout, problem.head_dim_v),
+                                          keys_of(problem, problem.k, problem.head_dim),
+                                          keys_of(problem, problem.v, problem.head_dim_v)}))
+        return reason;
+    // The gradients are contiguous (store_rows.cuh).
+    if ((problem.head_dim | problem.head_dim_v) % 4 != 0) return "the head dims are no multiples of 4";
+    return nullptr;
+}
+
+// lse in log 2, delta, and, last, whether they are finite: to be zero before they are computed.
+class StatisticsSpace {
+  public:
+    explicit StatisticsSpace(const ForwardProblem& problem)
+        : rows_{problem.cu_seqlens_q, problem.batch, problem.rows_q},
+          heads_(problem.heads_q),
+          batches_(problem.cu_seqlens_q ? 1 : problem.batch) {}
+
+    int64_t zeros() const { return 2 * array_bytes(); }  // where they begin
+    int64_t bytes() const { return zeros() + padded(sizeof(uint32_t)); }
+
+    AlignedStatistics at(char* space) const {
+        return {array_at(space), array_at(space + array_bytes()), rows_,
+                reinterpret_cast<uint32_t*>(space + zeros())};
+    }
+
+  private:
+    int64_t array_bytes() const { return padded(batches_ * heads_ * rows_.count() * int64_t(sizeof(float))); }
+    RowStatistics array_at(void* data) const {
+        const int64_t rows = rows_.count();
+        return {data, rows_.cu_seqlens ? 0 : rows * heads_, rows};
+    }
+
+    AlignedRows rows_;
+    int64_t heads_, batches_;
+};
+
+inline BackwardMaps maps_of(const BackwardProblem& problem, const AlignedStatistics& statistics, DType dtype,
+                            int query_tile, int key_tile) {
+    const ForwardProblem& forward = problem.forward;
+    return {tensor_map(queries_of(forward, forward.q, forward.head_dim), dtype, query_tile),
+            tensor_map(queries_of(forward, problem.dout, forward.head_dim_v), dtype, query_tile),
+            tensor_map(keys_of(forward, forward.k, forward.head_dim), dtype, key_tile),
+            tensor_map(keys_of(forward, forward.v, forward.head_dim_v), dtype, key_tile),
+            tensor_map(statistics.lse_log2, forward, statistics.rows.count(), query_tile),
+            tensor_map(statistics.delta, forward, statistics.rows.count(), query_tile)};
+}
+
+inline void set_zero(void* data, int64_t bytes, const char* kernel, const Launch& launch) {
+    check(cudaMemsetAsync(data, 0, bytes, static_cast<cudaStream_t>(launch.stream)), kernel);
+}
+
+}  // namespace flash::cuda::sm90

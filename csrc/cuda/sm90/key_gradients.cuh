@@ -1,0 +1,234 @@
+// dK and dV where head dims are too wide for a warpgroup to hold both (FlashAttention backward,
+// docs/algorithm.md): a block takes one tile of 64 keys after the other, one warpgroup accumulates dV and one
+// dK. dQ has a walk of its own (query_gradient.cuh), so that nothing is summed up in device memory, and
+// bits repeat. Scores are transposed, [keys, queries]:
+//
+//     warpgroup 0                          warpgroup 1
+//     S^T = K Q^T                          dP^T = V dO^T          from shared memory
+//     P^T = exp(S^T - lse)       P^T --->  dS^T = P^T (dP^T - delta)
+//     dV += P^T dO                         dK += dS^T Q           A from registers
+//
+// Both start the next tile's first product before this one's second, and compute what is between them while
+// that runs.
+#pragma once
+
+#include "../ptx/barrier.h"
+#include "../ptx/ldmatrix.h"
+#include "../tile/gpu_math.h"
+#include "../tile/warp_product.h"
+#include "backward_mask.cuh"
+#include "backward_producer.cuh"
+#include "store_rows.cuh"
+#include "warpgroup_product.h"
+
+namespace flash::cuda::sm90 {
+
+template <DType dtype, BackwardConfiguration c>
+class KeyGradients {
+  public:
+    // score_unit: from a dot product to a score in log 2.
+    __device__ KeyGradients(const BackwardProblem& problem, BackwardShared<c>& shared,
+                            const float& score_unit)
+        : problem_(problem),
+          shared_(shared),
+          score_unit_(score_unit),
+          thread_(threadIdx.x % 128),
+          of_keys_(__shfl_sync(0xffffffff, int(threadIdx.x) / 128, 0)) {}
+
+    __device__ __forceinline__ void run() {
+        if (of_keys_)
+            for (int i = 0; i < Shared::kBuffers; ++i) arrive_at_barrier_of<c.consumers>(kEmpty + i);
+        uint32_t n = 0;  // tiles of queries so far
+#pragma unroll 1
+        for (uint32_t tile = 0;; ++tile) {
+            shared_.await_plan(tile);
+            const BackwardPlan& plan = shared_.plan(tile);
+            if (plan.end) break;
+            // Of a 0 that the compiler knew it would make a loop of its own for the first tile.
+            float zero[1] = {0};
+            keep(zero);
+            gradient_.fill(zero[0]);
+            mbarrier_wait(shared_address(of_keys_ ? &shared_.v_full : &shared_.k_full), tile % 2);
+            if (plan.has_queries)
+                walk(n);
+            else
+                leave_keys();
+            store(plan, tile);
+        }
+        // Barriers count in pairs: what was counted in at the start is taken out.
+        if (!of_keys_)
+            for (int i = 0; i < Shared::kBuffers; ++i)
+                barrier_of<c.consumers>(kEmpty + (n + i) % Shared::kBuffers);
+    }
+
+  private:
+    using Shared = BackwardShared<c>;
+    using Scores = Fragment<16, c.query_tile>;
+    using Operand = RegisterOperand<dtype, 16, c.query_tile>;
+    // So much of a key's or value's head dim the warp that multiplies it holds in registers.
+    static constexpr int kHeld = c.head_dim > 192 ? 160 : c.head_dim;
+    using KeyTile = TileLayout<c.key_tile, c.head_dim, 2, kPanel>;
+    static_assert(c.warpgroups == 2 && c.key_tile == 64);
+
+    // Barriers, of each buffer of P; 0 is the block's.
+    static constexpr int kFull = 1, kEmpty = kFull + Shared::kBuffers;
+
+    __device__ __forceinline__ int warp_row() const { return int(thread_) / 32 * 16; }
+    __device__ __forceinline__ void await_queries(uint32_t n) const {
+        mbarrier_wait(in_ring(shared_.q_full, n), parity(shared_.q_full, n));
+    }
+    __device__ __forceinline__ void await_douts(uint32_t n) const {
+        mbarrier_wait(in_ring(shared_.dout_full, n), parity(shared_.dout_full, n));
+    }
+    // The operand of a warpgroup's first product, that of its second one is the other's first.
+    __device__ __forceinline__ uint32_t first_operand(uint32_t n, bool of_keys) const {
+        return shared_address(of_keys ? shared_.dout[0] : shared_.q[0]) + n % c.stages * Shared::query_bytes;
+    }
+
+    __device__ __forceinline__ void leave_keys() const {
+        mbarrier_arrive_warp(shared_address(&shared_.keys_empty));
+    }
+    // The warp's rows of K, or of V.
+    __device__ __forceinline__ void load_keys() {
+        const uint32_t lane = thread_ % 32;
+        const uint32_t place = shared_address(of_keys_ ? shared_.v : shared_.k) +
+                               warp_row() * kPanelRowBytes + KeyTile::offset(lane % 16, 0, lane / 16);
+#pragma unroll
+        for (int k = 0; k < kHeld / 16; ++k) ldmatrix_x4(keys_.value[k][0], KeyTile::at(place, 0, k * 16));
+    }
+
+    __device__ __forceinline__ void start_scores(Scores& x, uint32_t n) const {
+        if (of_keys_)
+            await_douts(n);
+        else
+            await_queries(n);
+        wgmma_fence();
+        const uint32_t b = first_operand(n, of_keys_);
+        multiply_registers_by_rows<dtype, kHeld>(x, keys_.value, b);
+        if constexpr (kHeld < c.head_dim) {
+            const uint32_t keys =
+                __shfl_sync(0xffffffff, shared_address(of_keys_ ? shared_.v : shared_.k), 0);
+            multiply_rows_by_rows<dtype, c.head_dim, c.query_tile, kHeld>(x, keys, c.key_tile, b);
+        }
+        wgmma_commit();
+    }
+    __device__ __forceinline__ void start_gradient(const Operand& a, uint32_t n) {
+        if (!of_keys_) await_douts(n);
+        wgmma_fence();
+        multiply_registers_by_columns<dtype, c.query_tile>(gradient_, a.value, first_operand(n, !of_keys_));
+        wgmma_commit();
+    }
+
+    // The tiles of queries that see the tile of keys, from the n-th of the block on; n becomes the next one.
+    __device__ __forceinline__ void walk(uint32_t& n) {
+        Scores x;
+        load_keys();
+        start_scores(x, n);
+        wgmma_wait<0>();
+        keep(registers_of(x));
+        uint32_t flags = between(x, n);
+        Operand a(x);
+        while (!(flags & QueryNote::last)) {
+            start_scores(x, n + 1);
+            start_gradient(a, n);
+            wgmma_wait<1>();
+            keep(registers_of(x));
+            flags = between(x, n + 1);
+            wgmma_wait<0>();
+            keep(registers_of(gradient_));
+            mbarrier_arrive_warp(in_ring(shared_.empty, n));
+            ++n;
+            a = Operand(x);
+        }
+        start_gradient(a, n);
+        wgmma_wait<0>();
+        keep(registers_of(gradient_));
+        mbarrier_arrive_warp(in_ring(shared_.empty, n));
+        ++n;
+    }
+
+    // What a warpgroup's first product becomes before its second one. Returns the tile's flags.
+    __device__ __forceinline__ uint32_t between(Scores& x, uint32_t n) const {
+        if (of_keys_) await_queries(n);
+        const QueryNote& note = shared_.notes[n % c.stages];
+        const uint32_t flags = __shfl_sync(0xffffffff, note.flags, 0);
+        if (of_keys_)
+            differentiate(x, n);
+        else
+            exponentiate(x, n);
+        if (flags & QueryNote::masked)
+            mask_scores(shared_, note, n, warp_row(), thread_, [](int) { return ~0u; }, x);
+        if (flags & QueryNote::last) leave_keys();
+        return flags;
+    }
+
+    // Numbers of a lane's queries: two columns of each 8.
+    __device__ __forceinline__ float2 pair_of(const float* of_query, int tile) const {
+        const uint2 pair = load_shared_8(shared_address(of_query) + thread_ % 4 * 8 + tile * 32);
+        return make_float2(__uint_as_float(pair.x), __uint_as_float(pair.y));
+    }
+    // Of P's n-th buffer, four of a thread's numbers: those of other threads lie between them and the next.
+    __device__ __forceinline__ uint32_t place_of_p(uint32_t n, int tile) const {
+        return shared_address(shared_.p[n % Shared::kBuffers]) + thread_ * 16 + tile * 128 * 16;
+    }
+
+    // x: dot products on entry, P on return, of which the other warpgroup gets a copy.
+    __device__ __forceinline__ void exponentiate(Scores& x, uint32_t n) const {
+#pragma unroll
+        for (int tile = 0; tile < Scores::column_tiles; ++tile) {
+            const float2 lse = pair_of(shared_.lse[n % c.stages], tile);
+            float (&s)[4] = x.value[0][tile];
+            s[0] = GpuMath::exponential(s[0] * score_unit_ - lse.x);
+            s[1] = GpuMath::exponential(s[1] * score_unit_ - lse.y);
+            s[2] = GpuMath::exponential(s[2] * score_unit_ - lse.x);
+            s[3] = GpuMath::exponential(s[3] * score_unit_ - lse.y);
+        }
+        barrier_of<c.consumers>(kEmpty + n % Shared::kBuffers);
+#pragma unroll
+        for (int tile = 0; tile < Scores::column_tiles; ++tile) {
+            const float (&p)[4] = x.value[0][tile];
+            store_shared(place_of_p(n, tile), make_uint4(__float_as_uint(p[0]), __float_as_uint(p[1]),
+                                                         __float_as_uint(p[2]), __float_as_uint(p[3])));
+        }
+        arrive_at_barrier_of<c.consumers>(kFull + n % Shared::kBuffers);
+    }
+
+    // x: dO V^T on entry, dS on return; it lacks the factor softmax_scale, which dK gets.
+    __device__ __forceinline__ void differentiate(Scores& x, uint32_t n) const {
+        barrier_of<c.consumers>(kFull + n % Shared::kBuffers);
+#pragma unroll
+        for (int tile = 0; tile < Scores::column_tiles; ++tile) {
+            const float2 delta = pair_of(shared_.delta[n % c.stages], tile);
+            const uint4 p = load_shared_16(place_of_p(n, tile));
+            float (&dp)[4] = x.value[0][tile];
+            dp[0] = __uint_as_float(p.x) * (dp[0] - delta.x);
+            dp[1] = __uint_as_float(p.y) * (dp[1] - delta.y);
+            dp[2] = __uint_as_float(p.z) * (dp[2] - delta.x);
+            dp[3] = __uint_as_float(p.w) * (dp[3] - delta.y);
+        }
+        arrive_at_barrier_of<c.consumers>(kEmpty + n % Shared::kBuffers);
+    }
+
+    __device__ __forceinline__ void store(const BackwardPlan& plan, uint32_t tile) {
+        const ForwardProblem& problem = problem_.forward;
+        const HeadRows<Bits<dtype>> to(of_keys_ ? problem_.dk : problem_.dv,
+                                       plan.tile.unowned ? 0 : plan.tile.batch,
+                                       plan.tile.sequence.first_key_row, plan.tile.head,
+                                       of_keys_ ? problem.head_dim : problem.head_dim_v);
+        const Position first = plan.tile.first + warp_row();
+        const Interval rows = plan.tile.rows;
+        shared_.leave_plan(tile);
+        if (of_keys_) gradient_ *= float(problem.softmax_scale);
+        store_rows<dtype>(to, gradient_, first, rows);
+    }
+
+    const BackwardProblem& problem_;
+    BackwardShared<c>& shared_;
+    const float& score_unit_;
+    const uint32_t thread_;  // of the warpgroup
+    const int of_keys_;      // 1: dK, 0: dV
+    RegisterOperand<dtype, 16, kHeld> keys_;
+    Fragment<16, c.head_dim> gradient_;
+};
+
+}  // namespace flash::cuda::sm90

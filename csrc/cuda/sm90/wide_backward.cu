@@ -1,0 +1,150 @@
+// One row of the kernel table and one element type: head dims that are too wide for one walk, dK and dV in
+// one kernel, dQ in another.
+#include <algorithm>
+
+#include "backward_launch.h"
+#include "key_gradients.cuh"
+#include "../ptx/register_budget.h"
+#include "query_gradient.cuh"
+
+namespace flash::cuda {
+namespace sm90 {
+namespace {
+
+constexpr DType kDType = DType::FLASH_DTYPE;
+constexpr BackwardConfiguration kConfiguration FLASH_CONFIGURATION;
+constexpr ForwardConfiguration kQueries = query_gradient_configuration(kConfiguration.head_dim);
+using Shared = BackwardShared<kConfiguration>;
+using QueryShared = QueryGradientShared<kQueries>;
+static_assert(kQueries.threads() == kConfiguration.threads);
+
+// Of the 512 that a multiprocessor has for each of its 128 lanes.
+constexpr int kConsumerRegisters = 232, kProducerRegisters = 40;
+
+__global__ void __launch_bounds__(kConfiguration.threads, 1)
+    attention_key_gradients(const __grid_constant__ BackwardProblem problem,
+                            const __grid_constant__ BackwardMaps maps,
+                            const __grid_constant__ AlignedStatistics statistics,
+                            const __grid_constant__ TileQueue queue, const __grid_constant__ DqSums no_sums,
+                            const __grid_constant__ float score_unit) {
+    extern __shared__ __align__(1024) char memory[];
+    Shared& shared = *reinterpret_cast<Shared*>(memory);
+    if (threadIdx.x == 0) {
+        shared.start();
+        fence_async_proxy();
+        // Of packed sequences, rows that belong to none are copied, too, and nobody has looked at them.
+        shared.all_finite = !problem.forward.cu_seqlens_q && *statistics.not_finite == 0;
+    }
+    __syncthreads();
+    if (threadIdx.x >= kConfiguration.consumers) {
+        shrink_registers<kProducerRegisters>();
+        const int warp = int(threadIdx.x - kConfiguration.consumers) / 32;
+        BackwardProducer<kDType, kConfiguration> producer(problem, maps, statistics, queue, no_sums,
+                                                          BackwardOrder::by_length, shared);
+        if (warp == 0) producer.template run<false>();
+        if (warp == 1) producer.template run<true>();
+    } else {
+        grow_registers<kConsumerRegisters>();
+        KeyGradients<kDType, kConfiguration>(problem, shared, score_unit).run();
+    }
+}
+
+__global__ void __launch_bounds__(kConfiguration.threads, 1)
+    attention_query_gradient(const __grid_constant__ BackwardProblem problem,
+                             const __grid_constant__ QueryGradientMaps maps,
+                             const __grid_constant__ AlignedStatistics statistics,
+                             const __grid_constant__ TileQueue queue,
+                             const __grid_constant__ float score_unit) {
+    extern __shared__ __align__(1024) char memory[];
+    QueryShared& shared = *reinterpret_cast<QueryShared*>(memory);
+    if (threadIdx.x == 0) {
+        shared.start();
+        fence_async_proxy();
+    }
+    __syncthreads();
+    if (threadIdx.x >= kConfiguration.consumers) {
+        shrink_registers<kProducerRegisters>();
+        const int warp = int(threadIdx.x - kConfiguration.consumers) / 32;
+        QueryGradientProducer<kDType, kQueries> producer(problem.forward, maps, queue, shared);
+        if (warp == 0) producer.copy_keys();
+        if (warp == 1) producer.copy_values();
+        if (warp == 2 && lane_index() == 0) producer.plan();
+    } else {
+        grow_registers<kConsumerRegisters>();
+        QueryGradient<kDType, kQueries>(problem, statistics, shared, score_unit).run();
+    }
+}
+
+RowTiling query_tiling(const ForwardProblem& problem, const Device& device) {
+    return RowTiling::of_queries(problem, kQueries.queries(), device.l2_bytes / 6, device.multiprocessors);
+}
+
+const char* why_not(const BackwardProblem& whole, const Device& device) {
+    const ForwardProblem& problem = whole.forward;
+    if (const char* lack = lacks(problem)) return lack;
+    if (problem.query_blocks.counts) return "it has no maps of blocks";
+    if (const char* reason = cannot_copy_backward(whole)) return reason;
+    if (query_tiling(problem, device).count() > INT32_MAX)
+        return "there are too many queries for its counter";
+    return switched_off();
+}
+
+// Two queues' counters, statistics.
+int64_t workspace_bytes(const BackwardProblem& problem, const Device&) {
+    return 2 * padded(TileQueue::workspace_bytes) + StatisticsSpace(problem.forward).bytes();
+}
+
+template <class... Arguments>
+void launch_walk(void (*kernel)(Arguments...), const RowTiling& tiling, int64_t shared_bytes,
+                 const Launch& launch, const std::type_identity_t<Arguments>&... arguments) {
+    launch_kernel(FLASH_KERNEL_NAME, kernel, std::min<int64_t>(tiling.count(), launch.device.multiprocessors),
+                  kConfiguration.threads, shared_bytes, launch, arguments...);
+}
+
+void launch(const BackwardProblem& problem, const Launch& launch) {
+    const ForwardProblem& forward = problem.forward;
+    char* const counters = static_cast<char*>(launch.workspace);
+    char* const workspace = counters + 2 * padded(TileQueue::workspace_bytes);
+    const StatisticsSpace space(forward);
+    const AlignedStatistics statistics = space.at(workspace);
+    set_zero(workspace + space.zeros(), space.bytes() - space.zeros(), FLASH_KERNEL_NAME, launch);
+    compute_delta(problem, statistics, launch);
+    const float score_unit = float(forward.softmax_scale * GpuMath::unit);
+    constexpr int query_tile = kConfiguration.query_tile, key_tile = kConfiguration.key_tile;
+    const BackwardMaps maps = maps_of(problem, statistics, kDType, query_tile, key_tile);
+
+    const RowTiling keys = RowTiling::of_keys(forward, key_tile, launch.device.l2_bytes / 3);
+    const DqSums no_sums = DqSums::of_places(RowTiling::of_queries(forward, query_tile, 0), 1, 1, 0, 1);
+    launch_walk(attention_key_gradients, keys, sizeof(Shared), launch, problem, maps, statistics,
+                TileQueue(keys, keys.count(), false, counters), no_sums, score_unit);
+
+    const RowTiling queries = query_tiling(forward, launch.device);
+    const QueryGradientMaps query_maps{
+        tensor_map(queries_of(forward, forward.q, forward.head_dim), kDType, 64),
+        tensor_map(queries_of(forward, problem.dout, forward.head_dim_v), kDType, 64), maps.k, maps.v};
+    launch_walk(attention_query_gradient, queries, sizeof(QueryShared), launch, problem, query_maps,
+                statistics,
+                TileQueue(queries, queries.count(), false, counters + padded(TileQueue::workspace_bytes)),
+                score_unit);
+}
+
+}  // namespace
+}  // namespace sm90
+
+extern constinit const BackwardKernel FLASH_KERNEL_SYMBOL{
+    "sm90",
+    FLASH_KERNEL_NAME,
+    DType::FLASH_DTYPE,
+    sm90::kConfiguration.head_dim,
+    sm90::kConfiguration.query_tile,
+    sm90::kConfiguration.key_tile,
+    FLASH_FROM_KEYS,
+    1,
+    int64_t(std::max(sizeof(sm90::Shared), sizeof(sm90::QueryShared))),
+    sm90::workspace_bytes,
+    sm90::launch,
+    90,
+    sm90::why_not,
+};
+
+}  // namespace flash::cuda
