@@ -29,6 +29,9 @@ CASES = {
     "many tiles": Case(torch.bfloat16, 2, 2000, 2100, 6, 6, 128, device=DEVICE),
     "many tiles, groups, causal": Case(torch.bfloat16, 2, 2000, 2100, 8, 4, 64, causal=True, device=DEVICE),
     "few queries, many keys": Case(torch.bfloat16, 1, 40, 5000, 2, 1, 64, device=DEVICE),
+    "wide, groups, causal": Case(torch.bfloat16, 2, 700, 900, 4, 2, 256, causal=True, device=DEVICE),
+    "wide, many tiles": Case(torch.float16, 2, 1500, 1500, 4, 4, 192, device=DEVICE),
+    "wide, packed": Case(torch.bfloat16, num_heads=4, num_heads_k=4, head_dim=256, device=DEVICE, **PACK),
     "unaligned": Case(torch.bfloat16, 2, 300, 400, 4, 2, 33, 71, causal=True, device=DEVICE),
 }
 ALWAYS = ("out", "lse", "dk", "dv")
@@ -60,13 +63,14 @@ def test_forward_and_key_gradients_repeat(name):
             assert_bitwise(run(case, inputs, dlse), expected, ALWAYS)
 
 
+@pytest.mark.parametrize("times", [100, pytest.param(1000, marks=pytest.mark.large)])
 @pytest.mark.parametrize("name", CASES)
-def test_query_gradient_repeats_when_deterministic(name):
+def test_all_repeats_when_deterministic(name, times):
     case = CASES[name]
     inputs, dlse = case.draw(), case.draw_dlse()
     expected = run(case, inputs, dlse, deterministic=True)
     with other_work() as disturb:
-        for i in range(100):
+        for i in range(times):
             disturb(i % 4)
             assert_bitwise(run(case, inputs, dlse, deterministic=True), expected)
 
