@@ -152,7 +152,9 @@ class BackwardConsumer {
         await_douts(n);
         wgmma_fence();
         start_gradients(dp, n);
-        look_for_bad_keys(tile);
+        wgmma_wait<1>();
+        keep(registers_of(s));
+        look_for_bad_keys(s, tile);
         while (true) {
             const QueryNote& note = shared_.notes[n % c.stages];
             Words words{};
@@ -204,15 +206,14 @@ class BackwardConsumer {
     }
 
     // What of K is not finite becomes 0, for dQ = dS K, where it may meet a gradient of 0; its keys are
-    // noted. S of the first tile is under way.
-    __device__ __forceinline__ void look_for_bad_keys(uint32_t tile) const {
-        const uint32_t k = shared_address(shared_.k);
+    // noted. Of such a key no score is finite, and s are those of the tile's first queries.
+    __device__ __forceinline__ void look_for_bad_keys(const Scores& s, uint32_t tile) const {
         bool& has_bad_keys = shared_.has_bad_keys[tile % 2];
-        if (has_bad_element<dtype, c.consumers, KeyTile>(k)) has_bad_keys = true;
-        wgmma_wait<1>();
+        if (fmaf(s.at(0, 0), 0, s.at(1, 0) * 0) != 0) has_bad_keys = true;
         meet();
         if (!has_bad_keys) return;
-        clear_bad_elements<dtype, c.consumers, KeyTile>(k, shared_.bad_keys[tile % 2]);
+        clear_bad_elements<dtype, c.consumers, KeyTile>(shared_address(shared_.k),
+                                                        shared_.bad_keys[tile % 2]);
         fence_async_proxy();
         meet();
     }
