@@ -44,6 +44,7 @@ SOURCES = [
     "csrc/torch/module.cpp",
     "csrc/torch/pack_mask.cpp",
     "csrc/torch/probabilities.cpp",
+    "csrc/torch/gradient_node.cpp",
 ]
 CPU_ENGINE_SOURCES = ["csrc/cpu/backward.cpp", "csrc/cpu/forward.cpp"]
 

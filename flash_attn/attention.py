@@ -4,6 +4,7 @@ operators."""
 import torch
 
 from . import operators
+from .operators import scale_of
 
 _DEVICES = ("cpu", "cuda", "meta")
 
@@ -22,9 +23,9 @@ def window_of(window_size, causal):
 
 def check_tensors(q, k, v, /, **others):
     """Types and devices; what only the operators know, such as shapes, they check."""
-    if type(q) is type(k) is type(v) is torch.Tensor and not others:  # of most calls all there is to look at
-        device = q.device
-        if k.device == device and v.device == device and device.type in _DEVICES:
+    if type(q) is type(k) is type(v) is torch.Tensor and not others:
+        # Of most calls all there is to look at: which GPU it is, the operators ask.
+        if (q.is_cuda and k.is_cuda and v.is_cuda) or (q.is_cpu and k.is_cpu and v.is_cpu):
             return
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, torch.Tensor):
@@ -39,11 +40,6 @@ def check_tensors(q, k, v, /, **others):
             raise RuntimeError(
                 f"flash_attn: {name} is on {tensor.device} and q on {q.device}; they must be on one device"
             )
-
-
-def scale_of(softmax_scale, q):
-    """The factor on the scores: D ** -0.5 unless the caller has one."""
-    return max(q.shape[-1], 1) ** -0.5 if softmax_scale is None else float(softmax_scale)
 
 
 def new_rng_state(dropout_p, device):
@@ -84,16 +80,18 @@ def dropped_probabilities(q, k, v, dropout_p, options):
 def attend(
     q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=0, max_seqlen_k=0, dropout_p=0.0,
     softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
-    deterministic=False, mask=None, bits=None, attn_bias=None,
+    deterministic=False, mask=None, bits=None, attn_bias=None, wants_lse=True,
 ):
-    """out, lse and, for dropped_probabilities, the operators' options; see attention."""
+    """out, lse and, for dropped_probabilities, the operators' options; see attention. Unless wants_lse, lse
+    may be None, and a call may take less time."""
     left, right = window_of(window_size, causal)
     plain = cu_seqlens_q is cu_seqlens_k is alibi_slopes is mask is bits is attn_bias is None
     if plain and dropout_p == softcap == 0 and not torch.compiler.is_compiling():
         check_tensors(q, k, v)
         deterministic = bool(deterministic) or torch.are_deterministic_algorithms_enabled()
-        scale = scale_of(softmax_scale, q)
-        return *operators.attend_plainly(q, k, v, scale, left, right, deterministic), None
+        return *operators.attend_plainly(
+            q, k, v, softmax_scale, left, right, deterministic, wants_lse
+        ), None
     check_tensors(
         q, k, v, alibi_slopes=alibi_slopes, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
         attn_bias=attn_bias, attn_mask=bits,
@@ -120,7 +118,7 @@ def attention(
     """out, or (out, lse, S_dmask); see flash_attn_func. mask: a BlockSparseMask; bits: an AttentionMask's."""
     out, lse, options = attend(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
-        window_size, softcap, alibi_slopes, deterministic, mask, bits, attn_bias,
+        window_size, softcap, alibi_slopes, deterministic, mask, bits, attn_bias, return_attn_probs,
     )
     if not return_attn_probs:
         return out

@@ -321,11 +321,12 @@ void Arguments::check_block_indices(const char* axis, const BlockLists& lists, i
 
 TensorView Arguments::view(const Tensor& tensor) {
     const int64_t dims = tensor.dim();
-    kept_.push_back(tensor.size(dims - 1) == 1 || tensor.stride(dims - 1) == 1
-                        ? tensor
-                        : torch::stable::contiguous(tensor));
-    const Tensor& kept = kept_.back();
-    return {kept.data_ptr(), dims == 4 ? kept.stride(0) : 0, kept.stride(dims - 3), kept.stride(dims - 2)};
+    const auto of = [&](const Tensor& x) -> TensorView {
+        return {x.data_ptr(), dims == 4 ? x.stride(0) : 0, x.stride(dims - 3), x.stride(dims - 2)};
+    };
+    if (tensor.size(dims - 1) == 1 || tensor.stride(dims - 1) == 1) return of(tensor);
+    kept_.push_back(torch::stable::contiguous(tensor));
+    return of(kept_.back());
 }
 
 ScalarType Arguments::accumulation_dtype() const {

@@ -64,8 +64,8 @@ class Arguments {
     // lse-like: [B, H, Sq] or [H, Tq] in the accumulation type.
     Tensor new_statistics() const;
     RowStatistics statistics_of(const Tensor& tensor) const;
-    // A tensor shaped like q (query rows) or k (key rows), with a contiguous last dimension. Holds copies
-    // alive.
+    // A tensor shaped like q (query rows) or k (key rows), with a contiguous last dimension. If that takes a
+    // copy, it lives as long as this; the tensor itself is the caller's to hold.
     TensorView view(const Tensor& tensor);
     torch::headeronly::ScalarType accumulation_dtype() const;
 

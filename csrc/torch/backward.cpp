@@ -51,8 +51,6 @@ std::tuple<Tensor, Tensor, Tensor> run_backward(Tensor dout, OptionalTensor dlse
     problem.dq = arguments.view(dq);
     problem.dk = arguments.view(dk);
     problem.dv = arguments.view(dv);
-    const Tensor delta = arguments.new_statistics();
-    problem.delta = arguments.statistics_of(delta);
     if (dbias) problem.dbias = score_matrix_of(*dbias);
     execute(problem, q);
     return {dq, dk, dv};

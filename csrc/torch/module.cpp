@@ -6,6 +6,7 @@
 #include <stdexcept>
 
 #include "../engine.h"
+#include "gradient_node.h"
 
 namespace flash {
 namespace {
@@ -157,6 +158,8 @@ PYBIND11_MODULE(_C, module) {
         "and why not the others.");
     module.def("splits_for", cuda::splits_for, pybind11::arg("blocks"), pybind11::arg("key_tiles"),
                pybind11::arg("multiprocessors"));
+    module.def("register_gradient_node", register_gradient_node,
+               "Gives torch's overrideable attention operator our kernels: operators.py asks, once.");
     module.attr("compiler") = __VERSION__;
     module.attr("cuda_toolkit") = cuda::toolkit;
 }

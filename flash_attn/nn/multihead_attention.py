@@ -281,7 +281,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         bias = None if bias is None else bias.to(q.dtype)
         # flash_attn_func, but for the random state that it drew.
         out, lse, options = attend(
-            q, k, v, dropout_p=dropout_p, window_size=window, mask=blocks, bits=bits, attn_bias=bias
+            q, k, v, dropout_p=dropout_p, window_size=window, mask=blocks, bits=bits, attn_bias=bias,
+            wants_lse=need_weights,
         )
         if not need_weights:
             return out, None

@@ -24,7 +24,9 @@ void run_emulated(const Problem& problem) {
 void execute(const ForwardProblem& problem, const torch::stable::Tensor&) {
     run_emulated(problem);
 }
-void execute(const BackwardProblem& problem, const torch::stable::Tensor&) {
+void execute(BackwardProblem problem, const torch::stable::Tensor&) {
+    std::vector<char> delta(delta_bytes(problem.forward), char(0xff));
+    set_delta(problem, delta.data());
     run_emulated(problem);
 }
 void execute(const MaskPacking& packing, const torch::stable::Tensor&) {
