@@ -39,7 +39,7 @@ def test_whole_heads(head_dim, causal, group, deterministic):
 @pytest.mark.parametrize("features", [{}, {"causal": True}, {"window_size": (200, 90)}], ids=str)
 @pytest.mark.parametrize("seqlen_q,seqlen_k,heads", [(1000, 1010, (40, 40)), (1900, 1500, (18, 6)),
                                                      (70, 1020, (60, 20))], ids=str)
-@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+@pytest.mark.parametrize("head_dim", [64, 128])
 def test_tiles_of_many_blocks(head_dim, seqlen_q, seqlen_k, heads, features, deterministic):
     """Blocks share a head's queries: on Hopper the first of them stores its dQ, the last one finishes it."""
     case = Case(torch.bfloat16, 3, seqlen_q, seqlen_k, *heads, head_dim, device=DEVICE, **features)
