@@ -76,12 +76,17 @@ class _Fa3(torch.autograd.Function):
         return *gradients, None
 
 
-def _fa3(cell, device):
+def fa3(q, k, v, **options):
+    """FlashAttention-3 with gradients; options of both its operators."""
     torch.ops.load_library(os.environ["FA3_LIBRARY"])
+    return _Fa3.apply(q, k, v, options)
+
+
+def _fa3(cell, device):
     options = {"softmax_scale": cell.head_dim**-0.5, "is_causal": cell.mask == "causal"}
     if cell.mask == "window":
         options |= {"window_size_left": cell.left, "window_size_right": 0}
-    return lambda q, k, v: _Fa3.apply(q, k, v, options)
+    return lambda q, k, v: fa3(q, k, v, **options)
 
 
 def _standard(cell, device):

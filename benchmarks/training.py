@@ -6,7 +6,8 @@
     python benchmarks/training.py --model gpt2 --device cuda                  # Hugging Face's GPT-2
 
 GPT-2 is examples/train_gpt2.py; BERT is examples/train_bert.py, whose documents are packed for flash and
-padded for the others: tokens are those of the text, not of the padding.
+padded for the others: tokens are those of the text, not of the padding. fa3 is flash with FlashAttention-3's
+operators, if the environment variable FA3_LIBRARY names the shared library.
 
 One attention after the other, each from the same initial weights, through the same windows of the same text;
 every option of the example is an option here. tokens/s is from the median step. The loss is the mean of the
@@ -25,6 +26,7 @@ from pathlib import Path
 
 import torch
 
+import implementations
 import report
 from machine import machine
 
@@ -37,6 +39,32 @@ def load_example(name):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def fa3_in_gpt2(qkv, dropout_p):  # qkv [B, S, 3, H, D] -> [B, S, H, D]
+    check_fa3_can(dropout_p)
+    return implementations.fa3(*qkv.unbind(2), softmax_scale=qkv.shape[-1]**-0.5, is_causal=True)
+
+
+def fa3_in_bert(qkv, batch, dropout_p):  # qkv [T, 3, H, D] -> [T, H, D]
+    check_fa3_can(dropout_p)
+    return implementations.fa3(
+        *qkv.unbind(1), softmax_scale=qkv.shape[-1]**-0.5, is_causal=False, cu_seqlens_q=batch.cu_seqlens,
+        cu_seqlens_k=batch.cu_seqlens, max_seqlen_q=batch.max_seqlen, max_seqlen_k=batch.max_seqlen,
+    )
+
+
+def check_fa3_can(dropout_p):
+    if dropout_p:
+        raise SystemExit("FlashAttention-3 has no dropout")
+
+
+def add_fa3(example, name, model):
+    if model:
+        raise SystemExit("Hugging Face's models choose their attention themselves: no fa3 with --model")
+    example.ATTENTION["fa3"] = {"gpt2": fa3_in_gpt2, "bert": fa3_in_bert}[name]
+    if name == "bert":
+        example.PACKED.add("fa3")
 
 
 def train(example, args, vocabulary, train_data, held_out_data):
@@ -108,7 +136,7 @@ def parse(arguments):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=as_written)
     parser.add_argument("--example", choices=["gpt2", "bert"], default="gpt2")
     parser.add_argument("--attentions", nargs="+", default=["flash", "sdpa", "standard"],
-                        choices=["flash", "sdpa", "standard"])
+                        choices=["flash", "fa3", "sdpa", "standard"])
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--warmup", type=int, default=10, help="steps until the learning rate is at its top")
     report.add_output_options(parser)
@@ -125,6 +153,8 @@ def main(arguments=None):
             others += ["--out", stack.enter_context(tempfile.TemporaryDirectory())]
         others += ["--steps", str(options.steps), "--warmup", str(options.warmup)]
         args = example.parse_arguments(others)
+        if "fa3" in options.attentions:
+            add_fa3(example, options.example, args.model)
         args.out.mkdir(parents=True, exist_ok=True)
         begin = time.perf_counter()
         loaded = example.load_data(args)

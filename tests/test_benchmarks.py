@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+import flash_attn
+
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
@@ -227,6 +229,30 @@ def test_training_compares(example, tmp_path, capsys):
         assert (row["padding"] > 0) == (example == "bert") and row["tokens_per_step"] <= 4 * 32
     assert re.search(r"^flash +[\d,]+ +\d+\.\d\d +- +\d\.\d{4}", capsys.readouterr().out, re.M)
     assert (tmp_path / "training.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("example", ["gpt2", "bert"])
+def test_training_with_fa3(example, tmp_path, monkeypatch):
+    """FlashAttention-3 is called as flash is: with ours in its place the losses are the same."""
+    def fa3(q, k, v, softmax_scale, is_causal, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None,
+            max_seqlen_k=None):
+        if cu_seqlens_q is None:
+            return flash_attn.flash_attn_func(q, k, v, softmax_scale=softmax_scale, causal=is_causal)
+        lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        return flash_attn.flash_attn_varlen_func(q, k, v, *lengths, softmax_scale=softmax_scale,
+                                                 causal=is_causal)
+
+    monkeypatch.setattr(training.implementations, "fa3", fa3)
+    text, results = tmp_path / "text.txt", tmp_path / "training.json"
+    lines = (f"{i}: the quick brown fox, {i % 7} lazy dogs\n" + "\n" * (i % 3) for i in range(300))
+    text.write_text("".join(lines))
+    options = f"--example {example} --steps 3 --context 32 --batch 4 --device cpu --data {text}".split()
+    training.main([*options, "--attentions", "flash", "fa3", "--json", str(results)])
+    rows = json.loads(results.read_text())["attentions"]
+    assert rows["fa3"]["train_losses"] == pytest.approx(rows["flash"]["train_losses"], abs=1e-5)
+    assert rows["fa3"]["padding"] == rows["flash"]["padding"]
+    with pytest.raises(SystemExit, match="no dropout"):
+        training.main([*options, "--attentions", "fa3", "--dropout", "0.1"])
 
 
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
