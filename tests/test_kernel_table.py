@@ -128,7 +128,8 @@ def test_hoppers_own_kernels_come_first(which, capability, monkeypatch):
     for head_dim in (8, 40, 64, 65, 128, 136, 192, 256):
         for dtype in DTYPES:
             problem = sizes(dtype=dtype, head_dim=head_dim, window_right=0)
-            own = capability == 90 and dtype in ("float16", "bfloat16") and head_dim % 8 == 0  # rows of 16 bytes
+            # Rows are to be multiples of 16 bytes.
+            own = capability == 90 and dtype in ("float16", "bfloat16") and head_dim % 8 == 0
             monkeypatch.setenv("FLASH_ATTN_SM90", "0")
             portable = engine_of(problem)
             # float32 gradients beyond head dim 128 need more shared memory than the smallest chips have.
