@@ -1,6 +1,6 @@
-"""The C++ parts that have tests of their own: the tile schedule, the tiles of packed sequences, division by a
-number that the host knows, where tiles lie in shared memory, and the tile products of every instruction
-set."""
+"""The C++ parts that have tests of their own: the tile schedule, unions of lists of blocks, the tiles of
+packed sequences, division by a number that the host knows, where tiles lie in shared memory, and the tile
+products of every instruction set."""
 
 import os
 import runpy
@@ -27,7 +27,8 @@ def compile_cpp(source, output, *flags):
     return output
 
 
-@pytest.mark.parametrize("name", ["schedule", "packed_tiles", "division", "tile_layout", "tile_order"])
+@pytest.mark.parametrize("name", ["schedule", "block_union", "packed_tiles", "division", "tile_layout",
+                                  "tile_order"])
 def test_against_brute_force(name, tmp_path):
     program = compile_cpp(ROOT / "tests" / "cpp" / f"{name}.cpp", tmp_path / name, "-O2", "-Werror")
     done = subprocess.run([program], capture_output=True, text=True)

@@ -1,7 +1,8 @@
 // Block-sparse attention (FlashAttention, Algorithm 5): a map of blocks says which parts of the score matrix
 // exist. The map arrives as compressed lists, one per block row, for queries (forward) and transposed for
 // keys (backward). The user's block is not the engine's tile: engines cut their row tiles at block boundaries
-// (RowTiles) and walk the listed spans with tiles of their own (TileSchedule).
+// (RowTiles) and walk the listed spans with tiles of their own (TileSchedule), or let a tile span several
+// block rows and walk what any of them lists (BlockUnion).
 #pragma once
 
 #include "../problem.h"
@@ -21,6 +22,26 @@ struct BlockList {
 
     FLASH_HOST_DEVICE Position first() const { return indices[0] & ~kPartialBlock; }
     FLASH_HOST_DEVICE bool first_is_partial() const { return indices[0] & kPartialBlock; }
+
+    // Those that have some of the positions.
+    FLASH_HOST_DEVICE BlockList within(Interval positions) const {
+        if (positions.empty()) return {indices, 0, block};
+        const Position before = count_before(positions.begin / block);
+        return {indices + before, count_before((positions.end - 1) / block + 1) - before, block};
+    }
+
+  private:
+    // Listed blocks before `index`. There are no more than that, and often as many.
+    FLASH_HOST_DEVICE Position count_before(Position index) const {
+        Position begin = 0, end = count < index ? count : index;
+        for (Position at = end - 1; begin < end; at = begin + (end - begin) / 2) {
+            if ((indices[at] & ~kPartialBlock) < index)
+                begin = at + 1;
+            else
+                end = at;
+        }
+        return begin;
+    }
 };
 
 FLASH_HOST_DEVICE BlockList block_list_of(const BlockLists& lists, int64_t batch, int64_t head, int64_t row) {
