@@ -222,6 +222,16 @@ inline int __any_sync(unsigned, int mine) {
     });
     return mine;
 }
+inline unsigned __ballot_sync(unsigned, int mine) {
+    emulator::with_warp(mine, [](int* const* lanes) {
+        unsigned votes = 0;
+        for (int lane = 0; lane < emulator::kLanes; ++lane)
+            if (lanes[lane] && *lanes[lane]) votes |= 1u << lane;
+        for (int lane = 0; lane < emulator::kLanes; ++lane)
+            if (lanes[lane]) *lanes[lane] = int(votes);
+    });
+    return unsigned(mine);
+}
 template <class T>
 T __shfl_sync(unsigned, T mine, int from) {
     struct Exchange {

@@ -34,8 +34,7 @@ __global__ void __launch_bounds__(kConfiguration.threads(), 1)
         const int warp = int(threadIdx.x - kConfiguration.consumers()) / 32;
         if (warp == 0) ForwardProducer<kConfiguration>(problem, maps, shared).copy_keys();
         if (warp == 1) ForwardProducer<kConfiguration>(problem, maps, shared).copy_values();
-        if (warp == 2 && lane_index() == 0)
-            ForwardPlanner<kConfiguration>(problem, maps, queue, shared).run();
+        if (warp == 2) ForwardPlanner<kConfiguration>(problem, maps, queue, shared).run();
     } else {
         grow_registers<kConsumerRegisters>();
         ForwardConsumer<kDType, kConfiguration>(problem, shared, score_unit, natural).run();
@@ -44,11 +43,10 @@ __global__ void __launch_bounds__(kConfiguration.threads(), 1)
 
 const char* why_not(const ForwardProblem& problem, const Device& device) {
     if (const char* lack = lacks(problem)) return lack;
-    // A tile of queries lies in one block, a block of keys is whole tiles.
+    // A warpgroup's queries lie in one block, a block of keys is whole tiles.
     const BlockLists& lists = problem.key_blocks;
-    if (lists.counts && (lists.column_block % kConfiguration.key_tile != 0 ||
-                         lists.row_block * 3 < kConfiguration.queries() * 2))
-        return "the map's blocks are too small for its tiles, or no multiples of them";
+    if (lists.counts && (lists.column_block % kConfiguration.key_tile != 0 || lists.row_block % 64 != 0))
+        return "the map's blocks are no multiples of its tiles";
     if (problem.cache.pages || problem.cache.seqlens || problem.cache.entry)
         return "it reads no cache of keys";
     if (const char* reason = cannot_copy({queries_of(problem, problem.q, problem.head_dim),
@@ -68,7 +66,9 @@ const char* why_not(const ForwardProblem& problem, const Device& device) {
 }
 
 RowTiling tiling_of(const ForwardProblem& problem, const Device& device) {
-    return RowTiling::of_queries(problem, kConfiguration.queries(), device.l2_bytes / 6,
+    ForwardProblem whole = problem;
+    whole.key_blocks = {};  // tiles may lie in several blocks
+    return RowTiling::of_queries(whole, kConfiguration.queries(), device.l2_bytes / 6,
                                  device.multiprocessors);
 }
 

@@ -55,7 +55,8 @@ class ForwardConsumer {
                 continue;
             }
             if (everywhere(plan.work == Work::tile)) {
-                if (everywhere(plan.has_keys)) tile = leave_rest(tile);
+                bool over = !everywhere(plan.has_keys);
+                tile = leave_rest(tile, tile - 1, over);
                 finish_empty(plan);
             }
             leave_queries(n);
@@ -85,7 +86,8 @@ class ForwardConsumer {
     // A sum of probabilities from which on their reference may be why the row is not finite.
     static constexpr float kLarge = dtype == DType::float16 ? 1 << 15 : 1 << 24;
 
-    __device__ __forceinline__ static int warp_row() { return int(threadIdx.x) / 32 * 16; }
+    // Computed where it is wanted: there is no register to keep it in.
+    __device__ __forceinline__ static int warp_row() { return int(opaque(threadIdx.x)) / 32 * 16; }
     __device__ __forceinline__ Position query(const ForwardPlan& plan, int r) const {
         return plan.tile.first + warp_row() + Scores::row(r);
     }
@@ -126,7 +128,7 @@ class ForwardConsumer {
     // Of keys that are there: the warpgroup's flags, and those of all.
     __device__ __forceinline__ uint32_t flags_of(uint32_t tile) const {
         const uint32_t flags = __shfl_sync(0xffffffff, shared_.note(tile).flags, 0);
-        return (flags >> 4 * warpgroup_ & 0xf) | (flags & ~0xffffu);
+        return KeyNote::flags_of(flags, warpgroup_);
     }
     __device__ __forceinline__ void await_values(uint32_t tile) const {
         mbarrier_wait(in_ring(shared_.v_full, tile), parity(shared_.v_full, tile));
@@ -152,13 +154,14 @@ class ForwardConsumer {
         wgmma_commit();
     }
 
-    // Keys and values of a tile that is there, of no use to the warpgroup.
+    // A tile that is of no use to the warpgroup, whose keys are there. Its turn is passed before the values
+    // are awaited: those may wait until another warpgroup has had its turn and left the values before.
     __device__ __forceinline__ void leave_unused(uint32_t tile) const {
         leave_keys(tile);
-        await_values(tile);
-        leave_values(tile);
         await_turn();
         pass_turn();
+        await_values(tile);
+        leave_values(tile);
     }
     // Returns the first tile that the warpgroup sees, or `limit`, and its flags.
     __device__ __forceinline__ uint32_t leave_hidden(uint32_t tile, uint32_t limit, uint32_t& flags) const {
@@ -169,11 +172,11 @@ class ForwardConsumer {
             leave_unused(tile);
         }
     }
-    // Returns the next tile of queries' first one.
-    __device__ __forceinline__ uint32_t leave_rest(uint32_t tile) const {
-        for (bool end = false; !end; ++tile) {
+    // Returns the next tile of queries' first one, or `limit`. over: the last tile before was these queries'.
+    __device__ __forceinline__ uint32_t leave_rest(uint32_t tile, uint32_t limit, bool& over) const {
+        for (; !over && tile != limit; ++tile) {
             await_keys(tile);
-            end = flags_of(tile) & KeyNote::end;
+            over = flags_of(tile) & KeyNote::end;
             leave_unused(tile);
         }
         return tile;
@@ -187,88 +190,99 @@ class ForwardConsumer {
         float rescale[Scores::rows];
         Softmax before;
         bool pending = false;  // the output is that of the queries before, not finished yet
+        bool ends, over;       // with the tile of keys the queries, for the warpgroup; for all
         softmax_ = Softmax();
         unsettled_ = kUnsettled;
         out_.clear();
-        uint32_t flags, next_tile;
-        tile = leave_hidden(tile, tile - 1, flags);
-        await_turn();
-        wgmma_fence();
-        start_qk(s, n, tile);
-        pass_turn();
-        wgmma_wait<0>();
-        keep(registers_of(s));
-        leave_keys(tile);
-        exponentiate(s, rescale, *plan, n, tile, flags);
-        if (!(flags & KeyNote::last)) await_keys(tile + 1);
-        Probabilities p(s);
-        while (true) {
-            bool ends = false;
-            next_tile = tile + 1;
-            if (rarely(flags & (KeyNote::last | KeyNote::careful))) {
-                if (pending) finish_before(n, before, pending);
-                if (flags & KeyNote::careful && flags & KeyNote::masked) {
-                    await_values(tile);
-                    exclude_bad_values(*plan, tile);
-                }
-                ends = flags & KeyNote::last;
-                if (ends) {
-                    if (!(flags & KeyNote::end)) next_tile = leave_rest(next_tile);
-                    plan = &await_queries(n + 1);
-                    if (!multiplies(*plan)) break;
-                    // The producer waits for the values of this tile when it has copied so many more.
-                    next_tile = leave_hidden(next_tile, tile + c.stages, flags);
-                    if (flags & KeyNote::hidden) break;
-                    before = softmax_;
-                    softmax_ = Softmax();
-                    unsettled_ = kUnsettled;
-                }
-            }
+        do {  // as long as a map leaves no gap that is too long to go on beside the last output
+            uint32_t flags, next_tile;
+            tile = leave_hidden(tile, tile - 1, flags);
             await_turn();
             wgmma_fence();
-            start_qk(s, n + ends, next_tile);
-            const bool late = rarely(pending);
-            if (late) {
-                pass_turn();
-                finish_before(n, before, pending);
+            start_qk(s, n, tile);
+            pass_turn();
+            wgmma_wait<0>();
+            keep(registers_of(s));
+            leave_keys(tile);
+            exponentiate(s, rescale, *plan, n, tile, flags);
+            if (!(flags & KeyNote::last)) await_keys(tile + 1);
+            Probabilities p(s);
+            while (true) {
+                ends = false;
+                next_tile = tile + 1;
+                if (rarely(flags & (KeyNote::last | KeyNote::gap | KeyNote::careful))) {
+                    if (pending) finish_before(n, before, pending);
+                    if (flags & KeyNote::careful && flags & KeyNote::masked) {
+                        await_values(tile);
+                        exclude_bad_values(*plan, tile);
+                    }
+                    ends = flags & KeyNote::last;
+                    over = flags & KeyNote::end;
+                    // The producer waits for the values of this tile when it has copied so many more.
+                    const uint32_t limit = tile + c.stages;
+                    if (ends) {
+                        next_tile = leave_rest(next_tile, limit, over);
+                        if (!over) break;
+                        plan = &await_queries(n + 1);
+                        if (!multiplies(*plan)) break;
+                    }
+                    if (flags & (KeyNote::last | KeyNote::gap)) {
+                        next_tile = leave_hidden(next_tile, limit, flags);
+                        if (flags & KeyNote::hidden) break;
+                    }
+                    if (ends) {
+                        before = softmax_;
+                        softmax_ = Softmax();
+                        unsettled_ = kUnsettled;
+                    }
+                }
+                await_turn();
+                wgmma_fence();
+                start_qk(s, n + ends, next_tile);
+                const bool late = rarely(pending);
+                if (late) {
+                    pass_turn();
+                    finish_before(n, before, pending);
+                }
+                await_values(tile);
+                wgmma_fence();
+                start_pv(p, tile);
+                if (!late) pass_turn();
+                if (!ends) flags = flags_of(next_tile);
+                wgmma_wait<1>();
+                keep(registers_of(s));
+                leave_keys(next_tile);
+                const bool keys_are_there = flags & KeyNote::last || has_keys(next_tile + 1);
+                exponentiate(s, rescale, *plan, n + ends, next_tile, flags);
+                if (rarely(!keys_are_there)) await_keys(next_tile + 1);
+                wgmma_wait<0>();
+                keep(registers_of(s));
+                leave_values(tile);
+                if (rarely(ends || flags & KeyNote::careful)) {
+                    keep(registers_of(out_));
+                    if (ends) {
+                        pending = true;
+                        ++n;
+                    } else {
+#pragma unroll
+                        for (int r = 0; r < Scores::rows; ++r)
+#pragma unroll
+                            for (int column = 0; column < Output::columns; ++column)
+                                out_.at(r, column) *= rescale[r];
+                    }
+                }
+                p = Probabilities(s);
+                tile = next_tile;
             }
             await_values(tile);
             wgmma_fence();
             start_pv(p, tile);
-            if (!late) pass_turn();
-            if (!ends) flags = flags_of(next_tile);
-            wgmma_wait<1>();
-            keep(registers_of(s));
-            leave_keys(next_tile);
-            const bool keys_are_there = flags & KeyNote::last || has_keys(next_tile + 1);
-            exponentiate(s, rescale, *plan, n + ends, next_tile, flags);
-            if (rarely(!keys_are_there)) await_keys(next_tile + 1);
             wgmma_wait<0>();
-            keep(registers_of(s));
+            keep(registers_of(out_));
             leave_values(tile);
-            if (rarely(ends || flags & KeyNote::careful)) {
-                keep(registers_of(out_));
-                if (ends) {
-                    pending = true;
-                    ++n;
-                } else {
-#pragma unroll
-                    for (int r = 0; r < Scores::rows; ++r)
-#pragma unroll
-                        for (int column = 0; column < Output::columns; ++column)
-                            out_.at(r, column) *= rescale[r];
-                }
-            }
-            p = Probabilities(s);
             tile = next_tile;
-        }
-        await_values(tile);
-        wgmma_fence();
-        start_pv(p, tile);
-        wgmma_wait<0>();
-        keep(registers_of(out_));
-        leave_values(tile);
-        tile = next_tile;
+        } while (!ends);
+        tile = leave_rest(tile, tile - 1, over);
         finish(shared_.plans[n % kPlans], softmax_);
         leave_plan(n++);
     }
@@ -356,6 +370,13 @@ class ForwardConsumer {
         return quad_max(largest);
     }
 
+    // Of a tile of keys.
+    __device__ __forceinline__ Interval visible(const ForwardPlan& plan, Position query,
+                                                const KeyNote& note) const {
+        const bool absent = KeyNote::flags_of(note.flags, warpgroup_) & KeyNote::absent;
+        return intersection(plan.visible(query), {note.seen.begin, absent ? 0 : note.seen.end});
+    }
+
     __device__ __forceinline__ void mask(Scores& s, const ForwardPlan& plan, const KeyNote& note) const {
         if constexpr (c.key_tile % 32 == 0)
             if (everywhere(note.flags & KeyNote::partial))
@@ -364,7 +385,7 @@ class ForwardConsumer {
                     [&](int r, int column) { s.at(r, column) = OnlineSoftmax<GpuMath>::minus_infinity(); });
 #pragma unroll
         for (int r = 0; r < Scores::rows; ++r) {
-            const Interval keys = intersection(plan.visible(query(plan, r)), note.seen);
+            const Interval keys = visible(plan, query(plan, r), note);
             uint32_t shown = 0;
 #pragma unroll
             for (int column = 0; column < Scores::columns; ++column) {
@@ -391,7 +412,7 @@ class ForwardConsumer {
         barrier_of<c.consumers()>(kConsumers);
 #pragma unroll
         for (int r = 0; r < Scores::rows; ++r) {
-            const Interval keys = intersection(plan.visible(query(plan, r)), note.seen);
+            const Interval keys = visible(plan, query(plan, r), note);
             bool sees = false;
 #pragma unroll 1
             for (Position key = keys.begin; key < keys.end; ++key) {

@@ -4,9 +4,9 @@
 
 #include "../../attention/score.h"
 #include "../any/row_tile.cuh"
-#include "../any/tile_walk.cuh"
 #include "../any/visible_bits.cuh"
 #include "../ptx/mbarrier.h"
+#include "key_walk.cuh"
 #include "ring.h"
 
 namespace flash::cuda::sm90 {
@@ -20,15 +20,23 @@ struct ForwardConfiguration {
     constexpr int threads() const { return consumers() + 128; }
 };
 
-// A tile of keys, beside its stage. A warpgroup's flags are in four bits of its own.
+// A tile of keys, beside its stage. A warpgroup's flags are in bits of its own.
 struct alignas(16) KeyNote {
     static constexpr uint32_t masked = 1, hidden = 2, last = 4;  // to a warpgroup; last that it sees
+    static constexpr uint32_t gap = 8;      // hides the next tile, but not all that follow
+    static constexpr uint32_t absent = 16;  // visited, as all are when care is taken, but hidden by a map
+    static constexpr int kBits = 5;
     static constexpr uint32_t end = 1 << 16, careful = 1 << 17;  // of the tile of queries
     static constexpr uint32_t partial = 1 << 18;                 // bits say what is visible
 
     Position first;
     Interval seen;  // what of it exists and some row sees
     uint32_t flags;
+
+    // The warpgroup's flags, and those of all.
+    __device__ __forceinline__ static uint32_t flags_of(uint32_t flags, int warpgroup) {
+        return (flags >> kBits * warpgroup & ((1 << kBits) - 1)) | (flags & ~0xffffu);
+    }
 };
 
 enum class Work { tile, nothing, end };
@@ -41,47 +49,56 @@ struct ForwardPlan {
     Work work;
     bool careful;  // given again: values that are not finite are kept from rows that don't see them
     bool has_keys;
-    bool listed;  // a map says which tiles of keys are visited: a warpgroup visits all of those
-    bool redo;    // the consumers' answer
+    bool redo;  // the consumers' answer
     // Rows that follow their maximum then. The others compute the same bits again.
     uint32_t following[6];
     uint32_t multiply;  // a bit for each warpgroup that has something to multiply
     RowTile tile;
     Mask mask;
     VisibleBits bits;
-    SchedulePlace start, places[2];  // of values, of keys
+    KeyPlace start, places[2];  // of values, of keys
     // Of a warpgroup's queries: what some of them see, and what all do.
     struct Sight {
         Interval some, all;
     } sights[3];
 
-    __device__ void make(const ForwardProblem& problem, const RowTile& of, const ForwardConfiguration& c) {
-        tile = of;
-        mask = Mask(problem, tile.sequence);
-        const Interval first = visible(tile.rows.begin), last = visible(tile.rows.end - 1);
-        listed = problem.key_blocks.counts;
-        if (listed) {
+    // Of the tile. By a warp: a lane looks at a warpgroup's queries.
+    __device__ void make(const ForwardProblem& problem, const ForwardConfiguration& c) {
+        const int i = lane_index();
+        if (i == 0) {
+            mask = Mask(problem, tile.sequence);
             bits = VisibleBits(problem, tile.batch, tile.head);
-            start.schedule =
-                TileSchedule(first, last, c.key_tile,
-                             block_list_of(problem.key_blocks, tile.batch, tile.head, tile.rows.begin));
-        } else {
-            start.schedule = TileSchedule(first, last, c.key_tile);
+            for (uint32_t& rows : following)
+                if (!careful) rows = 0;
         }
-        start.next();
-        has_keys = start.run.begin < start.run.end;
-        multiply = 0;
-        for (uint32_t& rows : following)
-            if (!careful) rows = 0;
-        for (int i = 0; i < c.warpgroups; ++i) {
+        __syncwarp();
+        bool visits = false;
+        if (i < BlockUnion::kLists) {
+            const BlockLists& map = problem.key_blocks;
             const Interval rows = intersection({tile.first + i * 64, tile.first + (i + 1) * 64}, tile.rows);
-            sights[i] = {{0, 0}, {0, INT32_MAX}};
+            Sight sight{{0, 0}, {0, INT32_MAX}};
             if (!rows.empty()) {
                 const Interval of_first = visible(rows.begin), of_last = visible(rows.end - 1);
-                sights[i] = {{of_first.begin, of_last.end}, {of_last.begin, of_first.end}};
+                sight = {{of_first.begin, of_last.end}, {of_last.begin, of_first.end}};
             }
-            multiply |= uint32_t(has_keys && (careful || !sights[i].some.empty())) << i;
+            sights[i] = sight;
+            visits = !sight.some.empty();
+            BlockList list{nullptr, 0, 1};
+            if (visits && map.counts) {
+                list = block_list_of(map, tile.batch, tile.head, rows.begin).within(sight.some);
+                visits = list.count > 0;
+            }
+            start.blocks.set(i, list);
         }
+        const uint32_t visitors = __ballot_sync(0xffffffff, visits);
+        if (i == 0) {
+            start.start(
+                {visible(tile.rows.begin).begin / c.key_tile * c.key_tile, visible(tile.rows.end - 1).end},
+                problem.key_blocks);
+            has_keys = !start.keys.empty();
+            multiply = has_keys && careful ? ~0u : visitors;
+        }
+        __syncwarp();
     }
 
     // row: of the tile.
@@ -92,28 +109,42 @@ struct ForwardPlan {
         return tile.unowned ? Interval(0, 0) : mask.keys_of(query);
     }
 
+    // Of a tile of keys. of: whose it is; next: what is walked behind it.
     template <ForwardConfiguration c>
-    __device__ __forceinline__ uint32_t flags(Position first, bool masked, bool partial, bool whole,
-                                              bool end) const {
-        const bool together = careful || listed;  // all warpgroups
+    __device__ __forceinline__ KeyNote note(Position first, const ListedBlock& of,
+                                            const KeyPlace& next) const {
+        const Interval keys(first, first + c.key_tile);
+        const uint32_t later = next.of.lists | next.blocks.unfinished();
+        const bool end = next.keys.empty();
         uint32_t flags = (end ? KeyNote::end : 0) | (careful ? KeyNote::careful : 0) |
-                         (partial && bits.rows ? KeyNote::partial : 0);
+                         (of.partial && bits.rows ? KeyNote::partial : 0);
+        uint32_t all = 0;  // of any warpgroup
 #pragma unroll
         for (int i = 0; i < c.warpgroups; ++i) {
             const Sight& sight = sights[i];
-            const Interval tile(first, first + c.key_tile);
+            const bool listed = of.lists >> i & 1;
+            const bool more = keys.end < sight.some.end && later >> i & 1;
             uint32_t mine = 0;
-            if (together ? masked : !whole || tile.begin < sight.all.begin || tile.end > sight.all.end)
+            if (of.partial >> i & 1 || keys.begin < sight.all.begin || keys.end > sight.all.end)
                 mine |= KeyNote::masked;
-            if (together)
+            if (careful) {
                 mine |= end ? KeyNote::last : 0;
-            else if (intersection(tile, sight.some).empty())
+                if (!listed) mine |= KeyNote::absent | (sight.some.empty() ? 0 : KeyNote::masked);
+            } else if (!listed || intersection(keys, sight.some).empty()) {
                 mine |= KeyNote::hidden;
-            else if (tile.end >= sight.some.end)
+            } else if (!more) {
                 mine |= KeyNote::last;
-            flags |= mine << 4 * i;
+            } else if (!(next.of.lists >> i & 1)) {
+                mine |= KeyNote::gap;
+            }
+            flags |= mine << KeyNote::kBits * i;
+            all |= mine;
         }
-        return flags;
+        // They take care together.
+        if (careful && all & KeyNote::masked)
+#pragma unroll
+            for (int i = 0; i < c.warpgroups; ++i) flags |= KeyNote::masked << KeyNote::kBits * i;
+        return {first, intersection(keys, start.visited), flags};
     }
 };
 

@@ -25,34 +25,32 @@ class ForwardPlanner {
           queue_(queue, true),
           shared_(shared) {}
 
-    // One thread.
+    // A whole warp.
     __device__ void run() {
         // A plan's tile may have to be done again; so all plans have to be seen done at the end.
         for (uint32_t n = 0, nothing = 0; nothing <= kPlans; ++n) {
             ForwardPlan& plan = shared_.plans[n % kPlans];
             const uint32_t due = n + late_;
             mbarrier_wait(in_ring(shared_.done, due), parity(shared_.done, due) ^ 1);
-            decide(plan, nothing == kPlans);
-            mbarrier_arrive(in_ring(shared_.planned, n));
+            if (lane_index() == 0) decide(plan, nothing == kPlans);
+            __syncwarp();
             nothing = plan.work == Work::tile ? 0 : nothing + 1;
+            if (nothing == 0) plan.make(problem_, c);
+            if (lane_index() == 0) mbarrier_arrive(in_ring(shared_.planned, n));
             for (int i = 0; i < c.warpgroups; ++i) copy(plan, n, i);
         }
     }
 
   private:
+    // One thread.
     __device__ void decide(ForwardPlan& plan, bool all_done) {
         plan.careful = plan.redo;
         plan.redo = false;
         plan.work = Work::tile;
-        if (plan.careful) {
-            plan.make(problem_, RowTile(plan.tile), c);
-            return;
-        }
+        if (plan.careful) return;
         for (uint32_t index; queue_.take(index);) {
-            const RowTile tile = tiling_(index, problem_, true);
-            if (tile.rows.empty()) continue;
-            plan.make(problem_, tile, c);
-            return;
+            plan.tile = tiling_(index, problem_, true);
+            if (!plan.tile.rows.empty()) return;
         }
         plan.work = all_done ? Work::end : Work::nothing;
         plan.multiply = 0;
@@ -63,6 +61,8 @@ class ForwardPlanner {
         const uint32_t full = shared_address(&shared_.q_full[n % c.query_buffers][warpgroup]);
         mbarrier_wait(shared_address(&shared_.q_empty[n % c.query_buffers][warpgroup]),
                       n / c.query_buffers % 2 ^ 1);
+        __syncwarp();  // else a lane could miss the phase
+        if (lane_index() > 0) return;
         if (plan.work == Work::tile)
             load_rows<64, c.queries(), c.head_dim>(
                 shared_.q[n % c.query_buffers] + warpgroup * 64 * 128, maps_.q, full,
@@ -100,17 +100,12 @@ class ForwardProducer {
             ForwardPlan& plan = shared_.plans[n % kPlans];
             if (plan.work == Work::end) break;
             if (plan.work == Work::nothing) continue;
-            SchedulePlace& place = plan.places[kKeys];
-            for (TileWalk<c.key_tile> walk(place, plan.start); walk.more(); ++tile) {
+            KeyPlace& place = plan.places[kKeys];
+            for (KeyWalk<c.key_tile> walk(place, plan.start); walk.more(); ++tile) {
                 const Position first = walk.first();
-                const Interval seen = walk.seen(place);
-                const bool masked = walk.masked(), whole = walk.whole(), partial = place.run.partial;
+                const ListedBlock of = place.of;
                 walk.advance(place);
-                const auto note = [&] {
-                    const uint32_t flags =
-                        plan.template flags<c>(first, masked, partial, whole, !walk.more());
-                    shared_.note(tile) = {first, seen, flags};
-                };
+                const auto note = [&] { shared_.note(tile) = plan.template note<c>(first, of, place); };
                 if constexpr (kKeys)
                     copy(plan, tile, first, shared_.k, maps_.k, shared_.k_full, shared_.k_empty, note);
                 else

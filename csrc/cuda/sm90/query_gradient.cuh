@@ -86,14 +86,16 @@ class QueryGradientProducer {
                                      const TileQueue& queue, QueryGradientShared<c>& shared)
         : problem_(problem), maps_(maps), queue_(queue), shared_(shared) {}
 
-    // One thread.
+    // A whole warp.
     __device__ void plan() {
         TileQueue::Reader queue(queue_, true);
         for (uint32_t n = 0;; ++n) {
             ForwardPlan& plan = shared_.plans[n % kPlans];
             mbarrier_wait(in_ring(shared_.done, n), parity(shared_.done, n) ^ 1);
-            decide(queue, plan);
-            mbarrier_arrive(in_ring(shared_.planned, n));
+            if (lane_index() == 0) decide(queue, plan);
+            __syncwarp();
+            if (plan.work == Work::tile) plan.make(problem_, c);
+            if (lane_index() == 0) mbarrier_arrive(in_ring(shared_.planned, n));
             for (int i = 0; i < c.warpgroups; ++i) copy_queries(plan, n, i);
             if (plan.work == Work::end) break;
         }
@@ -124,14 +126,13 @@ class QueryGradientProducer {
   private:
     using Shared = QueryGradientShared<c>;
 
+    // One thread.
     __device__ void decide(TileQueue::Reader& queue, ForwardPlan& plan) {
         plan.careful = plan.redo = false;
         plan.work = Work::tile;
         for (uint32_t index; queue.take(index);) {
-            const RowTile tile = queue_.tiling(index, problem_, true);
-            if (tile.rows.empty()) continue;
-            plan.make(problem_, tile, c);
-            return;
+            plan.tile = queue_.tiling(index, problem_, true);
+            if (!plan.tile.rows.empty()) return;
         }
         plan.work = Work::end;
     }
@@ -140,6 +141,8 @@ class QueryGradientProducer {
     __device__ void copy_queries(const ForwardPlan& plan, uint32_t n, int warpgroup) {
         const uint32_t full = shared_address(&shared_.q_full[warpgroup]);
         mbarrier_wait(shared_address(&shared_.q_empty[warpgroup]), n % 2 ^ 1);
+        __syncwarp();  // else a lane could miss the phase
+        if (lane_index() > 0) return;
         if (plan.work == Work::tile) {
             const int row = int(plan.tile.sequence.first_query_row) + plan.tile.first + warpgroup * 64;
             const int head = int(plan.tile.head), batch = tensor_batch(problem_.cu_seqlens_q, plan.tile);
@@ -159,14 +162,12 @@ class QueryGradientProducer {
             __syncwarp();  // else the plan could change before a lane has seen that
             ForwardPlan& plan = shared_.plans[n % kPlans];
             if (plan.work == Work::end) break;
-            SchedulePlace& place = plan.places[kKeys];
-            for (TileWalk<c.key_tile> walk(place, plan.start); walk.more(); ++tile) {
+            KeyPlace& place = plan.places[kKeys];
+            for (KeyWalk<c.key_tile> walk(place, plan.start); walk.more(); ++tile) {
                 const Position first = walk.first();
-                KeyNote note{first, walk.seen(place), 0};
-                const bool masked = walk.masked(), whole = walk.whole();
+                const ListedBlock of = place.of;
                 walk.advance(place);
-                note.flags = plan.template flags<c>(first, masked, false, whole, !walk.more());
-                copy(plan, tile, first, note);
+                copy(plan, tile, first, plan.template note<c>(first, of, place));
                 __syncwarp();
             }
         }
@@ -243,7 +244,7 @@ class QueryGradient {
     __device__ __forceinline__ uint32_t await_keys(uint32_t tile) const {
         mbarrier_wait(in_ring(shared_.k_full, tile), parity(shared_.k_full, tile));
         const uint32_t flags = __shfl_sync(0xffffffff, shared_.notes[tile % Shared::kNotes].flags, 0);
-        return (flags >> 4 * warpgroup_ & 0xf) | (flags & ~0xffffu);
+        return KeyNote::flags_of(flags, warpgroup_);
     }
     __device__ __forceinline__ void await_values(uint32_t tile) const {
         mbarrier_wait(in_ring(shared_.v_full, tile), parity(shared_.v_full, tile));

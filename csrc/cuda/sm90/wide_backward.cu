@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(kConfiguration.threads, 1)
         QueryGradientProducer<kDType, kQueries> producer(problem.forward, maps, queue, shared);
         if (warp == 0) producer.copy_keys();
         if (warp == 1) producer.copy_values();
-        if (warp == 2 && lane_index() == 0) producer.plan();
+        if (warp == 2) producer.plan();
     } else {
         grow_registers<kConsumerRegisters>();
         QueryGradient<kDType, kQueries>(problem, statistics, shared, score_unit).run();

@@ -1,0 +1,66 @@
+// Which tiles of keys a tile of queries visits, and which of its warpgroups do: all that some query sees, or
+// what of it a map's lists have. A warpgroup's queries lie in one block row, the tile's in up to three.
+#pragma once
+
+#include "../../attention/block_union.h"
+#include "../tile/fragment.h"
+
+namespace flash::cuda::sm90 {
+
+// A place in the walk: the keys that are being walked, all or a block, and what follows them. Each warp's is
+// in shared memory, since what is rarely needed would waste registers.
+struct KeyPlace {
+    BlockUnion blocks;  // a list for each warpgroup
+    Position block;
+    Interval visited;  // begins with a tile
+    Interval keys;     // empty at the end
+    ListedBlock of;    // whose they are
+
+    // The blocks are set, if there is a map.
+    __device__ void start(Interval all, const BlockLists& map) {
+        visited = keys = all;
+        of = {0, ~0u, 0};
+        block = Position(map.column_block);
+        if (map.counts) next();
+    }
+
+    __device__ __forceinline__ void next() {
+        of = blocks.next();
+        keys = of.lists ? intersection({of.index * block, (of.index + 1) * block}, visited) : Interval();
+    }
+};
+
+// Every call is given the warp's place: a reference kept would be two registers. Blocks of a map are whole
+// tiles.
+template <int kTile>
+class KeyWalk {
+  public:
+    // From `start` on. The warp's place becomes a copy.
+    __device__ __forceinline__ KeyWalk(KeyPlace& place, const KeyPlace& start) {
+        if (lane_index() == 0) place = start;
+        __syncwarp();
+        enter(start);
+    }
+
+    __device__ __forceinline__ bool more() const { return first_ < end_; }
+    __device__ __forceinline__ Position first() const { return first_; }
+
+    __device__ __forceinline__ void advance(KeyPlace& place) {
+        first_ += kTile;
+        if (first_ < end_) return;
+        __syncwarp();
+        if (lane_index() == 0) place.next();
+        __syncwarp();
+        enter(place);
+    }
+
+  private:
+    __device__ __forceinline__ void enter(const KeyPlace& place) {
+        first_ = place.keys.begin;
+        end_ = place.keys.end;
+    }
+
+    Position first_, end_;
+};
+
+}  // namespace flash::cuda::sm90
