@@ -3,9 +3,12 @@
 import pytest
 import torch
 
+import block_maps
+import flash_attn
 from acceptance import Expected
 from attention_case import Case, check_empty_rows
-from gpu import DEVICE, HALVES, assert_bitwise, deterministic_as_asked, needs_gpu  # noqa: F401
+from gpu import DEVICE, HALVES, assert_bitwise, attend, check, deterministic_as_asked, needs_gpu  # noqa: F401
+from reference import expand_block_map
 
 pytestmark = [needs_gpu, pytest.mark.usefixtures("deterministic_as_asked")]
 
@@ -72,3 +75,42 @@ def test_what_a_mask_hides_does_not_matter(head_dim, value):
             assert not vars(actual)[name].isnan().any(), name
         if deterministic:  # else the number of queries decides on the kernel
             assert_bitwise([actual.out, actual.lse], [expected.out, expected.lse], ("out", "lse"))
+
+
+@pytest.mark.parametrize("features", [{}, {"causal": True}, {"window_size": (150, 70)}], ids=str)
+@pytest.mark.parametrize("which", block_maps.LISTED)
+@pytest.mark.parametrize("rows", [64, 128, 192, 256])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("heads_k", [1, 2])
+def test_tiles_of_several_rows_of_blocks(heads_k, head_dim, rows, which, features):
+    """deterministic: else so few queries are another kernel's."""
+    case = Case(torch.bfloat16, 2, 450, 1700, 2, heads_k, head_dim, device=DEVICE, **features)
+    block_map = block_maps.map_of(which, -(-450 // rows), 14).to(DEVICE)
+    check(case, block_map=block_map, block_size=(rows, 128), deterministic=True)
+    visible = expand_block_map(block_map, (rows, 128), 450, 1700)
+    mask = visible & (torch.rand(visible.shape, device=DEVICE) < 0.8)
+    inputs = case.draw()
+    actual = case.run(inputs, attn_mask=mask, deterministic=True)
+    Expected(case.attend(mask), *inputs).check(**vars(actual))
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("bits", [False, True])
+@pytest.mark.parametrize("rows", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_what_is_not_finite_in_a_neighbours_block(head_dim, rows, bits, value):
+    """In a block that some of a tile's queries list: the others keep their bits."""
+    case = Case(torch.bfloat16, 2, 450, 900, 2, 2, head_dim, device=DEVICE)
+    block_map = block_maps.map_of("in turn", -(-450 // rows), 8).to(DEVICE)
+    visible = expand_block_map(block_map, (rows, 128), 450, 900)
+    mask = None if bits else flash_attn.BlockSparseMask.from_block_map(block_map, (rows, 128))
+    options = {"attn_mask": visible} if bits else {}
+    results = []
+    for filled in (0.0, value):
+        q, k, v, _ = case.draw()
+        v[:, 394] = filled
+        results.append(attend(case, q, k, v, mask, deterministic=True, return_attn_probs=True, **options)[:2])
+    (clean, clean_lse), (dirty, dirty_lse) = results
+    sees = visible[0, :, :, 394].T.expand(2, -1, -1)
+    assert_bitwise([dirty[~sees], dirty_lse], [clean[~sees], clean_lse], ("out", "lse"))
+    assert not dirty[sees].isfinite().any()

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import block_maps
 import flash_attn
 import reference
 from acceptance import Expected
@@ -100,6 +101,56 @@ def test_block_sparse(head_dim, block):
     visible = reference.expand_block_map(block_map, (block, block), 256, 300)
     expected = Expected(given.attend(visible), *(x.detach() for x in leaves), dout)
     expected.check(out=out.detach(), lse=lse, **dict(zip(("dq", "dk", "dv"), gradients, strict=True)))
+
+
+@pytest.mark.parametrize("features", [{}, {"causal": True}, {"window_size": (150, 70)}], ids=str)
+@pytest.mark.parametrize("which", block_maps.LISTED)
+@pytest.mark.parametrize("head_dim,rows", [(64, 64), (64, 128), (64, 256), (128, 64), (128, 128)])
+def test_lists_of_warpgroups(head_dim, rows, which, features):
+    """A tile of queries lies in several rows of blocks."""
+    given = case(HALF, head_dim, 450, 1100, num_heads_k=1, **features)
+    block_map = block_maps.map_of(which, -(-450 // rows), 9)
+    visible = reference.expand_block_map(block_map, (rows, 128), 450, 1100)
+    q, k, v, _ = given.draw()
+    expected = Expected(given.attend(visible), q, k, v)
+    blocks = flash_attn.BlockSparseMask.from_block_map(block_map, (rows, 128))
+    out, lse, _ = flash_attn.flash_attn_block_sparse_func(q, k, v, blocks, return_attn_probs=True,
+                                                          **given.features())
+    expected.check(out=out, lse=lse)
+    assert (out[(lse == -torch.inf).movedim(1, 2)] == 0).all()
+    if rows == 128:
+        mask = visible & (torch.rand(visible.shape) < 0.8)
+        mask[:, :, :, :256] = visible[:, :, :, :256]  # without a hidden element
+        with torch.no_grad():
+            out, lse, _ = given.call(q, k, v, attn_mask=mask, return_attn_probs=True)
+        Expected(given.attend(mask), q, k, v).check(out=out, lse=lse)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("bits", [False, True])
+@pytest.mark.parametrize("head_dim,rows", [(64, 64), (64, 128), (128, 64), (128, 128)])
+def test_lists_of_warpgroups_with_care(head_dim, rows, bits, value):
+    """What is not finite in a block that some warpgroups of a tile list: as zeros there for the others."""
+    given = case(HALF, head_dim, 450, 900)
+    block_map = block_maps.map_of("in turn", -(-450 // rows), 8)
+    block_map[:, :, :, 6:] = True
+    visible = reference.expand_block_map(block_map, (rows, 128), 450, 900)
+    if bits:
+        visible = visible & (torch.arange(900) % 3 > 0)
+    mask = flash_attn.BlockSparseMask.from_block_map(block_map, (rows, 128))
+    results = []
+    for filled in (0.0, value):
+        q, k, v, _ = given.draw()
+        v[:, 3 * 128 + 10] = filled
+        if bits:
+            results.append(given.call(q, k, v, attn_mask=visible, return_attn_probs=True)[:2])
+        else:
+            results.append(flash_attn.flash_attn_block_sparse_func(q, k, v, mask, return_attn_probs=True)[:2])
+    (clean, clean_lse), (dirty, dirty_lse) = results
+    sees = visible[0, :, :, 3 * 128 + 10].T
+    assert torch.equal(clean_lse, dirty_lse)
+    assert torch.equal(clean[0][~sees], dirty[0][~sees])
+    assert not dirty[0][sees].isfinite().any()
 
 
 @pytest.mark.parametrize("num_splits", [1, 3])
