@@ -97,24 +97,32 @@ def result_of(cell, implementation, call):
     return {name: in_layout(x, implementation.layout) for name, x in zip(names, call())}
 
 
-def probabilities(q, k, queries, cell):
-    """Softmax of the visible scores of some queries: q, k float64 [S, D], queries [n] -> [n, S]."""
-    scores = q[queries] @ k.T / math.sqrt(cell.head_dim)
-    return scores.masked_fill_(~cell.visible(queries, q.device), -math.inf).softmax(dim=-1)
+def probabilities(q, k, queries, cell, head):
+    """Softmax of the visible scores of some queries, and the scores' derivative where softcap bends them: q, k
+    float64 [S, D], queries [n] -> [n, S] each."""
+    scores, derivative = q[queries] @ k.T / math.sqrt(cell.head_dim), 1
+    if cell.softcap:
+        tanh = torch.tanh(scores / cell.softcap)
+        scores, derivative = cell.softcap * tanh, 1 - tanh**2
+    if cell.alibi:
+        distance = queries[:, None] - torch.arange(cell.seqlen, device=q.device)
+        scores = scores - cell.slopes(q.device)[head].double() * distance.abs()
+    hidden = ~cell.visible(queries, q.device)
+    return scores.masked_fill_(hidden, -math.inf).softmax(dim=-1), derivative
 
 
-def reference_rows(q, k, v, dout, rows, cell):
+def reference_rows(q, k, v, dout, rows, cell, head):
     """float64 [S, D] of one head, rows [n] -> the rows [n, D] of what the cell computes.
 
     A row of dk needs every query's softmax, so queries go by in chunks of bounded memory.
     """
     if cell.direction == "forward":
-        return {"out": probabilities(q, k, rows, cell) @ v}
+        return {"out": probabilities(q, k, rows, cell, head)[0] @ v}
 
     def score_gradient(queries):
-        p = probabilities(q, k, queries, cell)
+        p, derivative = probabilities(q, k, queries, cell, head)
         dp = dout[queries] @ v.T
-        return p, p * (dp - (p * dp).sum(-1, keepdim=True)) / math.sqrt(cell.head_dim)
+        return p, p * (dp - (p * dp).sum(-1, keepdim=True)) * derivative / math.sqrt(cell.head_dim)
 
     gradients = {"dq": score_gradient(rows)[1] @ k, "dk": 0, "dv": 0}
     for queries in torch.arange(cell.seqlen, device=q.device).split(max(1, 2**22 // cell.seqlen)):
@@ -132,7 +140,7 @@ def errors(cell, inputs, results, count=64):
     rows = torch.randperm(cell.seqlen, generator=generator)[:count]
     rows[0], rows[-1] = 0, cell.seqlen - 1
     rows = rows.to(inputs[0].device)
-    reference = reference_rows(*(x[b, :, h].double() for x in inputs), rows, cell)
+    reference = reference_rows(*(x[b, :, h].double() for x in inputs), rows, cell, h)
     return {
         implementation: {
             name: (tensors[name][b, rows, h].double() - exact).abs().max().item()
@@ -188,7 +196,8 @@ def cells(options):
         batch = max(1, options.tokens // seqlen)
         flops = 4 * batch * seqlen**2 * head_dim
         heads = max(1, int(min(options.hidden // head_dim, CELL_FLOPS[options.device] / flops)))
-        yield Cell(direction, dtype, seqlen, head_dim, mask, left, batch, heads)
+        yield Cell(direction, dtype, seqlen, head_dim, mask, left, batch, heads, options.softcap,
+                   options.alibi)
 
 
 def looked_up(measured, name):
@@ -270,6 +279,8 @@ def parse(arguments):
     parser.add_argument("--passes", nargs="+", choices=passes, default=passes)
     parser.add_argument("--window", nargs="+", type=int, default=[], metavar="LEFT",
                         help="more cells: a query sees its own key and LEFT before; SDPA gets a boolean mask")
+    parser.add_argument("--softcap", type=float, default=0, help="of every cell; fa3 and flex have it")
+    parser.add_argument("--alibi", action="store_true", help="in every cell; flex has it")
     peers = [name for name in IMPLEMENTATIONS if name not in (OURS, DETERMINISTIC)]
     parser.add_argument("--peers", nargs="*", choices=peers,
                         help="default: sdpa; on a GPU fa2, cudnn and, if FA3_LIBRARY names it, fa3")

@@ -1,4 +1,4 @@
-"""What one row of a table measures: a pass, a shape and a mask."""
+"""What one row of a table measures: a pass, a shape, a mask, and what scores go through."""
 
 from dataclasses import dataclass
 
@@ -15,6 +15,8 @@ class Cell:
     left: int  # keys before its own that a query sees, for "window"
     batch: int
     heads: int
+    softcap: float = 0  # none
+    alibi: bool = False  # with the slopes of its paper (arXiv 2108.12409) for a power of 2 of heads
 
     @property
     def scores(self):
@@ -37,8 +39,14 @@ class Cell:
     @property
     def label(self):
         mask = f"window {self.left}" if self.mask == "window" else self.mask
+        transforms = f" softcap {self.softcap:g}" * (self.softcap != 0) + " ALiBi" * self.alibi
         return (f"{self.direction:8} {self.dtype:8} S={self.seqlen:<5} D={self.head_dim:<3} {mask:10} "
-                f"B={self.batch:<2} H={self.heads:<2}")
+                f"B={self.batch:<2} H={self.heads:<2}{transforms}")
+
+    def slopes(self, device):
+        """[H], or None without ALiBi."""
+        heads = torch.arange(1, self.heads + 1, device=device)
+        return torch.exp2(-8 * heads / self.heads) if self.alibi else None
 
     def visible(self, queries, device):
         """Positions [n] -> bool [n, seqlen]: which keys each query sees."""

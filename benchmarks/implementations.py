@@ -31,16 +31,23 @@ class Implementation:
 
 def _flash_attn(cell, device, **options):
     window_size = (cell.left, 0) if cell.mask == "window" else (-1, -1)
-    causal = cell.mask != "full"
-    return lambda q, k, v: flash_attn.flash_attn_func(q, k, v, causal=causal, window_size=window_size,
-                                                      **options)
+    options |= {"causal": cell.mask != "full", "window_size": window_size, "softcap": cell.softcap,
+                "alibi_slopes": cell.slopes(device)}
+    return lambda q, k, v: flash_attn.flash_attn_func(q, k, v, **options)
 
 
 def _deterministic(cell, device):
     return _flash_attn(cell, device, deterministic=True)
 
 
+def _has_no(cell, *transforms):
+    given = [name for name in transforms if getattr(cell, name)]
+    if given:
+        raise NotImplementedError(f"it has no {' and no '.join(given)}")
+
+
 def _sdpa(cell, device):
+    _has_no(cell, "softcap", "alibi")
     mask = cell.visible(torch.arange(cell.seqlen), device) if cell.mask == "window" else None
     causal = cell.mask == "causal"
     return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
@@ -83,14 +90,40 @@ def fa3(q, k, v, **options):
 
 
 def _fa3(cell, device):
-    options = {"softmax_scale": cell.head_dim**-0.5, "is_causal": cell.mask == "causal"}
+    _has_no(cell, "alibi")
+    options = {"softmax_scale": cell.head_dim**-0.5, "is_causal": cell.mask == "causal",
+               "softcap": cell.softcap}
     if cell.mask == "window":
         options |= {"window_size_left": cell.left, "window_size_right": 0}
     return lambda q, k, v: fa3(q, k, v, **options)
 
 
+def _flex(cell, device):
+    """torch's FlexAttention, compiled for the cell's shape."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    slopes, mask = cell.slopes(device), None
+
+    def score(score, batch, head, query, key):
+        if cell.softcap:
+            score = cell.softcap * torch.tanh(score / cell.softcap)
+        return score - slopes[head] * (query - key).abs() if cell.alibi else score
+
+    def visible(batch, head, query, key):
+        return (query >= key) & (query - key <= cell.left) if cell.mask == "window" else query >= key
+
+    if cell.mask != "full":
+        mask = create_block_mask(visible, None, None, cell.seqlen, cell.seqlen, device=device)
+    torch._dynamo.reset()  # or after some cells it would go uncompiled
+    attend = torch.compile(flex_attention, dynamic=False)
+    score_mod = score if cell.softcap or cell.alibi else None
+    return lambda q, k, v: attend(q, k, v, score_mod=score_mod, block_mask=mask)
+
+
 def _standard(cell, device):
     """Algorithm 0: the whole score matrix, in the inputs' dtype."""
+    _has_no(cell, "softcap", "alibi")
+
     def attend(q, k, v):
         scores = (q / math.sqrt(q.shape[-1])) @ k.transpose(-2, -1)
         if cell.mask != "full":
@@ -110,6 +143,7 @@ IMPLEMENTATIONS = {
     "fa2": Implementation("bshd", _sdpa_backend(SDPBackend.FLASH_ATTENTION), ("cuda",)),
     "cudnn": Implementation("bshd", _sdpa_backend(SDPBackend.CUDNN_ATTENTION), ("cuda",)),
     "fa3": Implementation("bshd", _fa3, ("cuda",), available=lambda: "FA3_LIBRARY" in os.environ),
+    "flex": Implementation("bhsd", _flex, ("cuda",)),
     "standard": Implementation("bhsd", _standard),
 }
 

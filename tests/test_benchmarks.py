@@ -28,6 +28,7 @@ from implementations import IMPLEMENTATIONS, Implementation  # noqa: E402
 
 SMALL = "--seqlens 96 --head-dims 32 --tokens 192 --hidden 64 --rounds 2 --idle-ms 0".split()
 CELL = Cell("forward", "float32", 96, 32, "full", -1, 2, 2)
+TRANSFORMS = [{}, {"softcap": 1.5}, {"alibi": True}, {"softcap": 1.5, "alibi": True}]
 MASKS = [("full", -1), ("causal", -1), ("window", 7)]
 NCU_HEADER = ('"ID","Process ID","Process Name","Host Name","Kernel Name","Context","Stream","Block Size",'
               '"Grid Size","Device","CC","Section Name","Metric Name","Metric Unit","Metric Value"')
@@ -84,17 +85,23 @@ def test_multihead_attention_writes_its_table(device, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("mask,left", MASKS)
-def test_reference_rows_are_those_of_autograd(mask, left):
-    cell = replace(CELL, mask=mask, left=left)
+@pytest.mark.parametrize("transforms", TRANSFORMS, ids=str)
+def test_reference_rows_are_those_of_autograd(transforms, mask, left):
+    cell = replace(CELL, mask=mask, left=left, **transforms)
     q, k, v, dout = (torch.randn(96, 32, dtype=torch.float64) for _ in range(4))
     for x in (q, k, v):
         x.requires_grad_()
     hidden = ~cell.visible(torch.arange(96), "cpu")
-    out = (q @ k.T / math.sqrt(32)).masked_fill(hidden, -math.inf).softmax(-1) @ v
+    scores = q @ k.T / math.sqrt(32)
+    if cell.softcap:
+        scores = cell.softcap * (scores / cell.softcap).tanh()
+    if cell.alibi:  # the second head's slope
+        scores = scores - 2.0**-8 * (torch.arange(96)[:, None] - torch.arange(96)).abs()
+    out = scores.masked_fill(hidden, -math.inf).softmax(-1) @ v
     dq, dk, dv = torch.autograd.grad(out, (q, k, v), dout)
     q, k, v, rows = q.detach(), k.detach(), v.detach(), torch.tensor([0, 5, 95])
-    forward = attention.reference_rows(q, k, v, dout, rows, cell)
-    backward = attention.reference_rows(q, k, v, dout, rows, replace(cell, direction="backward"))
+    forward = attention.reference_rows(q, k, v, dout, rows, cell, 1)
+    backward = attention.reference_rows(q, k, v, dout, rows, replace(cell, direction="backward"), 1)
     for name, exact in {"out": out, "dq": dq, "dk": dk, "dv": dv}.items():
         torch.testing.assert_close({**forward, **backward}[name], exact.detach()[rows])
 
@@ -109,6 +116,18 @@ def test_implementations_compute_the_same(name, mask, left):
         results[each] = attention.result_of(cell, IMPLEMENTATIONS[each], call)["out"]
     torch.testing.assert_close(results["flash_attn"], results[name])
     assert not any(x.requires_grad for x in inputs)
+
+
+@pytest.mark.parametrize("transforms", TRANSFORMS[1:], ids=str)
+def test_transforms_are_computed_or_refused(transforms):
+    cell = replace(CELL, mask="causal", **transforms)
+    inputs = attention.inputs_of(cell, "cpu")
+    call = attention.prepared_call(cell, IMPLEMENTATIONS["flash_attn"], inputs, "cpu")
+    results = {"flash_attn": attention.result_of(cell, IMPLEMENTATIONS["flash_attn"], call)}
+    assert attention.errors(cell, inputs, results)["flash_attn"]["out"] < 1e-5
+    for name in ("sdpa", "standard", *["fa3"] * cell.alibi):
+        with pytest.raises(NotImplementedError, match="it has no"):
+            IMPLEMENTATIONS[name].build(cell, "cpu")
 
 
 def test_a_refusal_is_shown_and_no_peer(monkeypatch):

@@ -137,7 +137,9 @@ def test_hoppers_own_kernels_come_first(which, capability, monkeypatch):
                                           and head_dim > 128 and CHIPS[capability][1] < 100 * 1024)
             monkeypatch.delenv("FLASH_ATTN_SM90")
             assert engine_of(problem) == ("sm90" if own else portable)
-            assert engine_of({**problem, "softcap": 2.0}) == portable  # which they lack
+            for transform in ({"softcap": 2.0}, {"alibi": True}, {"softmax_scale": -1.0}):
+                assert engine_of({**problem, **transform}) == ("sm90" if own else portable)
+            assert engine_of({**problem, "dropout_p": 0.5}) == portable  # which they lack
             if which == "backward" and head_dim > 128:  # whose kernels walk no map of blocks
                 assert engine_of({**problem, "block_size": (128, 128)}) == portable
 

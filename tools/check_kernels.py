@@ -61,8 +61,9 @@ def kernels_of(name, log):
 
 
 def limit_of(kernel):
-    """The kernels of one source are instances for feature sets, of which 0 is none (score_gradient.cuh)."""
-    slow = r"FeaturesE[1-9]", "_float32_", "sm90_backward"
+    """The kernels of one source are instances for feature sets, of which 0 is none (score_gradient.cuh), or it is
+    its configuration that names one."""
+    slow = r"FeaturesE[1-9]", "_float32_", "sm90_backward", "_transformed"
     plain = not any(re.search(of, f"{kernel.file} {kernel.function}") for of in slow)
     return PLAIN_LIMIT if plain else OTHER_LIMIT
 

@@ -27,9 +27,12 @@ struct ScoreTransform {
           inner(Real(problem.softcap > 0 ? problem.softmax_scale / problem.softcap
                                          : problem.softmax_scale * Math::unit)),
           cap(Real(problem.softcap * Math::unit)),
-          slope(problem.alibi_slopes
-                    ? Real(problem.alibi_slopes[batch * problem.alibi_batch_stride + head] * Math::unit)
-                    : Real(0)) {}
+          slope(slope_of(problem, batch, head)) {}
+
+    FLASH_HOST_DEVICE static Real slope_of(const ForwardProblem& problem, int64_t batch, int64_t head) {
+        if (!problem.alibi_slopes) return 0;
+        return Real(problem.alibi_slopes[batch * problem.alibi_batch_stride + head] * Math::unit);
+    }
 
     FLASH_HOST_DEVICE bool is_linear() const { return cap == 0 && slope == 0; }
 

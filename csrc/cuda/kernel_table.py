@@ -36,6 +36,7 @@ class HopperForward:
     stages: int  # tiles of keys, and of values, in flight
     query_buffers: int
     turns: bool = True  # warpgroups start their products one after the other
+    transformed: bool = False  # for a softcap, ALiBi, or a scale that is not positive
 
     @property
     def query_tile(self):
@@ -70,6 +71,7 @@ class HopperBackward:
     query_tile: int
     key_tile: int
     stages: int  # query and dO tiles in flight
+    transformed: bool = False  # for a softcap, ALiBi, or a scale that is not positive
 
     @property
     def blocks(self):
@@ -119,7 +121,8 @@ class Row:
     def name(self, dtype):
         c = self.configuration
         stages = f"_s{c.stages}" if hasattr(c, "stages") else ""
-        return f"{self.kernel}_{dtype}_d{c.head_dim}_q{c.query_tile}_k{c.key_tile}{stages}"
+        transformed = "_transformed" if getattr(c, "transformed", False) else ""
+        return f"{self.kernel}_{dtype}_d{c.head_dim}_q{c.query_tile}_k{c.key_tile}{stages}{transformed}"
 
     def symbol(self, dtype):
         return f"{self.engine}_{self.name(dtype)}"
@@ -170,36 +173,48 @@ def registry(compiled, architectures, toolkit, kernel_h):
 # 12.0) and, in the forward, for biases.
 ROWS = [
     Row("sm90", "forward", HALVES, HopperForward(64, 128, warpgroups=3, stages=4, query_buffers=2)),
+    Row("sm90", "forward", HALVES,
+        HopperForward(64, 128, warpgroups=2, stages=4, query_buffers=2, transformed=True)),
     Row("sm80", "forward", HALVES,
         Forward(64, 128, 128, warps=4, blocks=2, bias=0, retries=1), from_keys=1024),
     Row("sm80", "forward", HALVES, Forward(64, 128, 64, warps=4, blocks=3, retries=1)),
     Row("sm90", "forward", HALVES,
         HopperForward(128, 176, warpgroups=2, stages=2, query_buffers=1), from_keys=4096),
     Row("sm90", "forward", HALVES, HopperForward(128, 128, warpgroups=2, stages=2, query_buffers=2)),
+    Row("sm90", "forward", HALVES,
+        HopperForward(128, 128, warpgroups=2, stages=2, query_buffers=2, transformed=True)),
     Row("sm80", "forward", HALVES, Forward(96, 128, 64, warps=4, blocks=2, bias=0)),
     Row("sm80", "forward", HALVES, Forward(128, 128, 64, warps=4, blocks=2, bias=0)),
     Row("sm80", "forward", HALVES, Forward(128, 128, 32, warps=4, blocks=2)),
     Row("sm90", "forward", HALVES, HopperForward(192, 112, warpgroups=2, stages=2, query_buffers=1)),
+    Row("sm90", "forward", HALVES,
+        HopperForward(192, 112, warpgroups=2, stages=2, query_buffers=1, transformed=True)),
     Row("sm80", "forward", HALVES, Forward(192, 128, 64, warps=8, blocks=1, columns=2, retries=1)),
     Row("sm80", "forward", HALVES, Forward(192, 128, 32, warps=8, blocks=1)),
     Row("sm90", "forward", HALVES, HopperForward(256, 80, warpgroups=2, stages=2, query_buffers=1)),
+    Row("sm90", "forward", HALVES,
+        HopperForward(256, 80, warpgroups=2, stages=2, query_buffers=1, transformed=True)),
     Row("sm80", "forward", HALVES,
         Forward(256, 128, 64, warps=8, blocks=1, columns=2, bias=0, retries=1)),
     Row("sm80", "forward", HALVES, Forward(256, 128, 32, warps=8, blocks=1, columns=2)),
     Row("sm80", "forward", HALVES, Forward(256, 64, 32, warps=4, blocks=1)),
     Row("sm90", "backward", HALVES, HopperBackward(64, 128, 128, stages=2), from_keys=224),
+    Row("sm90", "backward", HALVES, HopperBackward(64, 128, 128, stages=2, transformed=True), from_keys=224),
     Row("sm80", "backward", HALVES,
         Backward(64, 128, 128, 8, 2, 1, score_rows=4, gradient_rows=4, dq_rows=4), from_keys=1024),
     Row("sm80", "backward", HALVES, Backward(64, 64, 64, 4, 2, 3, score_rows=2, gradient_rows=2, dq_rows=2)),
     Row("sm90", "backward", HALVES, HopperBackward(128, 64, 128, stages=3)),
+    Row("sm90", "backward", HALVES, HopperBackward(128, 64, 128, stages=3, transformed=True)),
     Row("sm80", "backward", HALVES, Backward(96, 64, 64, 4, 2, 2, score_rows=2, gradient_rows=4, dq_rows=4)),
     Row("sm80", "backward", HALVES,
         Backward(128, 64, 128, 8, 2, 1, score_rows=2, gradient_rows=4, dq_rows=2, finish_apart=1)),
     Row("sm80", "backward", HALVES, Backward(128, 64, 64, 8, 1, 1, score_rows=4, gradient_rows=4, dq_rows=2)),
     Row("sm90", "wide_backward", HALVES, HopperBackward(192, 64, 64, stages=3)),
+    Row("sm90", "wide_backward", HALVES, HopperBackward(192, 64, 64, stages=3, transformed=True)),
     Row("sm80", "backward", HALVES, Backward(192, 64, 64, 8, 2, 1, score_rows=4, gradient_rows=4, dq_rows=4)),
     Row("sm80", "backward", HALVES, Backward(192, 32, 32, 4, 2, 1, score_rows=2, gradient_rows=2, dq_rows=2)),
     Row("sm90", "wide_backward", HALVES, HopperBackward(256, 48, 64, stages=3)),
+    Row("sm90", "wide_backward", HALVES, HopperBackward(256, 48, 64, stages=3, transformed=True)),
     Row("sm80", "backward", HALVES, Backward(256, 64, 64, 8, 2, 1, score_rows=2, gradient_rows=2, dq_rows=2)),
     Row("sm80", "backward", HALVES, Backward(256, 64, 64, 8, 1, 1, score_rows=2, gradient_rows=2, dq_rows=2)),
     Row("sm80", "backward", HALVES, Backward(256, 32, 32, 4, 1, 1, score_rows=2, gradient_rows=2, dq_rows=2)),

@@ -12,7 +12,7 @@ import flash_attn
 import reference
 from acceptance import Expected
 from attention_case import Case, check_empty_rows
-from gpu import deterministic_as_asked  # noqa: F401
+from gpu import check_neighbours_of_infinite_queries, deterministic_as_asked  # noqa: F401
 
 # `python -m pytest` in the repository would take the package there, whose engine is the CPU's.
 assert not Path(flash_attn.__file__).is_relative_to(Path(__file__).parents[2]), "not the emulated package"
@@ -30,6 +30,17 @@ FEATURES = {
 }
 
 
+TRANSFORMS = {
+    "softcap": {"softcap": 1.5, "causal": True, "num_heads_k": 1},
+    "alibi": {"alibi": "heads", "causal": True},
+    "both": {"softcap": 3.0, "alibi": "batch", "window_size": (-1, 20), "num_heads_k": 1},
+    "far": {"alibi": "heads", "seqlen_q": 550, "seqlen_k": 230},  # queries that no key is near
+    "packed": {**FEATURES["packed"], "alibi": "batch", "softcap": 2.0},
+    "negative": {"softmax_scale": -0.2, "window_size": (-1, 30)},
+    "spread": {"softmax_scale": 3.0, "softcap": 200.0},  # many probabilities are 0
+}
+
+
 def case(dtype, head_dim, seqlen_q=150, seqlen_k=200, **features):
     options = {"num_heads": 2, "num_heads_k": 2, "head_dim": head_dim, **features}
     return Case(dtype, 1, seqlen_q, seqlen_k, **options)
@@ -41,6 +52,26 @@ def case(dtype, head_dim, seqlen_q=150, seqlen_k=200, **features):
 def test_forward_and_backward(dtype, head_dim, features):
     given = case(dtype, head_dim, **FEATURES[features])
     given.check(given.draw(), given.draw_dlse())
+
+
+@pytest.mark.parametrize("features", TRANSFORMS)
+@pytest.mark.parametrize("dtype,head_dim", [(HALF, 64), (HALF, 128), (HALF, 192), (HALF, 256),
+                                            (torch.float16, 64)])
+def test_transformed_scores(dtype, head_dim, features):
+    """On Hopper by kernels of their own."""
+    given = case(dtype, head_dim, **{"seqlen_k": 300, **TRANSFORMS[features]})
+    given.check(given.draw(), given.draw_dlse())
+
+
+@pytest.mark.parametrize("dtype", [HALF, torch.float16])
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_alibi_hides_what_is_far(head_dim, dtype):
+    """The first tile of keys, whose scores are high, from the last queries; near keys have low ones."""
+    given = case(dtype, head_dim, 300, 300, alibi="heads", causal=True)
+    q, k, v, dout = given.draw()
+    q[..., 0], k[..., 0] = 6, 0
+    k[:, :100, :, 0] = 40
+    given.check((q, k, v, dout))
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
@@ -186,42 +217,50 @@ def test_scores_that_grow_along_the_keys(head_dim, dtype):
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
-def test_what_is_not_finite_stays_where_it_is_seen(head_dim, value):
+@pytest.mark.parametrize("softcap", [0, 2])
+def test_what_is_not_finite_stays_where_it_is_seen(softcap, head_dim, value):
     """NaN in keys, values and gradients behind the diagonal: bitwise as with zeros there."""
-    given = case(HALF, head_dim, 150, 200, causal=True)
+    given = case(HALF, head_dim, 150, 300, causal=True, softcap=softcap)
     results = []
     for filled in (0.0, value):
         q, k, v, dout = given.draw()
         for x in (k, v):
-            x[:, 150:] = filled
-        results.append(given.run((q, k, v, dout)))
+            x[:, 250:] = filled
+        results.append(given.run((q, k, v, dout), deterministic=True))
     clean, dirty = results
     for name in ("out", "dq"):
         assert torch.equal(getattr(dirty, name)[:, :100], getattr(clean, name)[:, :100]), name
-    assert dirty.out[:, 100:].isnan().all()
+    assert not dirty.out[:, 100:].isfinite().any()
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
-def test_neighbours_that_are_not_finite(head_dim, value):
+@pytest.mark.parametrize("softcap", [0, 2])
+def test_neighbours_that_are_not_finite(softcap, head_dim, value):
     """Of packed sequences, whose rows are in the same tiles: as zeros there."""
-    ends = (0, 70, 203, 260), (0, 90, 150, 310)
+    ends = (0, 70, 203, 260), (0, 90, 150, 460)
     lengths_q, lengths_k = (torch.tensor(x, dtype=torch.int32) for x in ends)
-    shapes = [(263, 4, head_dim), (312, 2, head_dim), (312, 2, head_dim), (263, 4, head_dim)]
+    shapes = [(263, 4, head_dim), (462, 2, head_dim), (462, 2, head_dim), (263, 4, head_dim)]
     q, k, v, dout = (torch.randn(shape).to(HALF) for shape in shapes)
     results = []
     for filled in (0.0, value):
         for x in (q, dout):
             x[70:203] = x[260:] = filled
         for x in (k, v):
-            x[90:150] = x[310:] = filled
+            x[90:150] = x[460:] = filled
         leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-        out = flash_attn.flash_attn_varlen_func(*leaves, lengths_q, lengths_k, 133, 160, causal=True)
+        out = flash_attn.flash_attn_varlen_func(*leaves, lengths_q, lengths_k, 133, 310, causal=True,
+                                                softcap=softcap)
         results.append(torch.autograd.grad(out, leaves, dout))
     for clean, dirty in zip(*results, strict=True):
         first, second = (70, 203) if clean is results[0][0] else (90, 150)
         for part in (slice(0, first), slice(second, None)):
             torch.testing.assert_close(clean[part], dirty[part], rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+def test_neighbours_queries_that_a_softcap_makes_finite(head_dim):
+    check_neighbours_of_infinite_queries(HALF, head_dim, "cpu")
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 192, 256])

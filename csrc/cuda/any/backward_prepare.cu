@@ -35,6 +35,23 @@ __device__ float product(const typename ElementOf<dtype>::Bits* a, const typenam
     return sum;
 }
 
+// Of a row that is whole vectors.
+template <DType dtype>
+__device__ bool is_finite(const typename ElementOf<dtype>::Bits* row, int columns) {
+    using Element = ElementOf<dtype>;
+    constexpr int kVector = 16 / sizeof(typename Element::Bits);
+    float zero = 0;  // NaN if an element is not finite
+    for (int column = threadIdx.x % kLanes * kVector; column < columns; column += kLanes * kVector) {
+        typename Element::Bits x[kVector];
+        *reinterpret_cast<uint4*>(x) = *reinterpret_cast<const uint4*>(row + column);
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) zero = fmaf(Element::to_float(x[i]), 0, zero);
+    }
+#pragma unroll
+    for (int step = 1; step < kLanes; step *= 2) zero += __shfl_xor_sync(0xffffffff, zero, step);
+    return zero == 0;
+}
+
 bool rows_are_vectors(const TensorView& view, int64_t head_dim, int64_t element_bytes) {
     const int64_t elements = view.batch_stride | view.row_stride | view.head_stride | head_dim;
     return (reinterpret_cast<uintptr_t>(view.data) | elements * element_bytes) % 16 == 0;
@@ -51,12 +68,15 @@ __global__ void __launch_bounds__(kThreads)
     const float sum = product<dtype>(row_of<const Bits>(forward.out, batch, row, at.head),
                                      row_of<const Bits>(problem.dout, batch, row, at.head),
                                      int(forward.head_dim_v), vectors);
+    bool hidden = false;  // by a softcap: what of Q is not finite leaves no mark on lse
+    if (aligned.delta.data && forward.softcap != 0)
+        hidden = !is_finite<dtype>(row_of<const Bits>(forward.q, batch, row, at.head), int(forward.head_dim));
     if (!at.exists || threadIdx.x % kLanes != 0) return;
     const float lse = *statistics_of<const float>(forward.lse, at.batch, at.row, at.head);
     const bool seen = lse != -INFINITY;
     const float dlse =
         problem.dlse.data ? *statistics_of<const float>(problem.dlse, at.batch, at.row, at.head) : 0;
-    const float delta = seen ? sum - dlse : 0;
+    const float delta = hidden ? NAN : seen ? sum - dlse : 0;
     if (!aligned.delta.data) {
         *statistics_of<float>(problem.delta, at.batch, at.row, at.head) = delta;
         return;

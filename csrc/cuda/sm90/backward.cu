@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(kConfiguration.consumers)
 
 const char* why_not(const BackwardProblem& whole, const Device&) {
     const ForwardProblem& problem = whole.forward;
-    if (const char* lack = lacks(problem)) return lack;
+    if (const char* lack = lacks(problem, kConfiguration.transformed)) return lack;
     const BlockLists& lists = problem.query_blocks;
     if (problem.seqlen_k > kConfiguration.key_tile * int64_t(DqTurn::kMost) && problem.deterministic)
         return "with so many keys it adds dQ up in no fixed order";
@@ -181,7 +181,7 @@ void launch(const BackwardProblem& problem, const Launch& launch) {
                   walk.blocks(launch.device), kConfiguration.threads, sizeof(Shared), launch, problem, maps,
                   statistics, queue, walk.dq_sums,
                   walk.has_turns() ? reinterpret_cast<uint32_t*>(turns) : nullptr, walk.order,
-                  float(forward.softmax_scale * GpuMath::unit));
+                  score_unit(forward, kConfiguration.transformed));
     launch_kernel(FLASH_KERNEL_NAME, finish_dq, walk.dq_sums.unfinished_tiles(), kConfiguration.consumers,
                   query_tile * kConfiguration.head_dim * 2, launch, problem, walk.dq_sums);
 }

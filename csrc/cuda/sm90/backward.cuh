@@ -162,6 +162,10 @@ class BackwardConsumer {
                 words = words_of(note);  // on their way while S is waited for
             wgmma_wait<1>();
             keep(registers_of(s));
+            if constexpr (c.transformed) {
+                transformed(n).scale_and_cap(s);
+                transformed(n).add_alibi(s);
+            }
             exponentiate(s, lse, n);
             wgmma_wait<0>();
             keep(registers_of(dp));
@@ -233,7 +237,11 @@ class BackwardConsumer {
             lse.of[tile] = pair_of(shared_.lse[n % c.stages], tile);
     }
 
-    // s: dot products on entry, P on return.
+    __device__ __forceinline__ TransformedScores transformed(uint32_t n) const {
+        return shared_.transformed(shared_.notes[n % c.stages], warp_row());
+    }
+
+    // s: dot products, or transformed ones, on entry, P on return.
     __device__ __forceinline__ void exponentiate(Scores& s, const Pairs& early, uint32_t n) const {
 #pragma unroll
         for (int tile = 0; tile < Scores::column_tiles; ++tile) {
@@ -258,6 +266,17 @@ class BackwardConsumer {
             x[2] = factor[2] * (x[2] - delta.x);
             x[3] = factor[3] * (x[3] - delta.y);
         }
+        if constexpr (c.transformed)
+            transformed(n).differentiate_cap(
+                dp,
+                [&](int tile) {
+                    const float (&x)[4] = p.value[0][tile];
+                    return make_float4(x[0], x[1], x[2], x[3]);
+                },
+                [&](int tile) {
+                    const float2 lse = pair_of(shared_.lse[n % c.stages], tile);
+                    return make_float4(lse.x, lse.y, lse.x, lse.y);
+                });
     }
 
     __device__ __forceinline__ Words words_of(const QueryNote& note) const {

@@ -7,11 +7,13 @@
 #include "../any/tile_walk.cuh"
 #include "../ptx/mbarrier.h"
 #include "ring.h"
+#include "transformed_scores.cuh"
 
 namespace flash::cuda::sm90 {
 
 struct BackwardConfiguration {
     int head_dim, query_tile, key_tile, stages;
+    bool transformed;  // scores have a softcap, ALiBi, or a scale that is not positive
 
     static constexpr int warpgroups = 2;  // that compute
     static constexpr int consumers = 128 * warpgroups, threads = consumers + 128;
@@ -27,8 +29,9 @@ struct QueryNote {
     static constexpr uint32_t bad = 4;       // some rows of Q and dO were not finite, and are zeros now
     static constexpr uint32_t odd_tile = 8;  // of keys: which plan
     uint32_t flags;
+    float slope;     // if scores are transformed: ALiBi's, of the tile's head
+    Position first;  // if they are, or if it is masked
     // If it is masked:
-    Position first;
     const uint32_t* bits;  // of the head's query 0, if bits say what is visible
     Interval seen;         // what of it exists and sees some key
 };
@@ -62,7 +65,8 @@ struct BackwardPlan {
     TileOrder::Place place;
     RowTile tile;
     Mask mask;
-    bool partial;  // some of the tile's keys don't exist
+    ScoreTransform<GpuMath> transform;  // if scores are transformed; of the unit's first head
+    bool partial;                       // some of the tile's keys don't exist
     bool has_queries;
     uint32_t first_dq_tile;                  // of the batch entry, among those of one of the unit's heads
     int first_statistic;                     // of the batch entry's query 0
@@ -72,24 +76,25 @@ struct BackwardPlan {
     // All but `end`.
     __device__ void make(const ForwardProblem& problem, const RowTiling& tiling, const DqSums& dq_sums,
                          const AlignedRows& statistics, TileOrder::Place at, BackwardOrder order,
-                         int query_tile, int key_tile) {
+                         const BackwardConfiguration& c) {
         place = at;
         tile = tiling(place, problem, order != BackwardOrder::by_length);
         mask = Mask(problem, tile.sequence);
-        partial = tile.rows.begin > tile.first || tile.rows.end < tile.first + key_tile;
+        partial = tile.rows.begin > tile.first || tile.rows.end < tile.first + c.key_tile;
         has_queries = false;
         if (tile.unowned || tile.rows.empty()) return;
+        if (c.transformed) transform = ScoreTransform<GpuMath>(problem, tile.batch, tile.head * tile.group);
         first_dq_tile = dq_sums.first_tile(tile.batch);
         first_statistic = int(statistics.first(tile.batch));
         const Interval first = mask.queries_of(tile.rows.begin), last = mask.queries_of(tile.rows.end - 1);
-        first_query_tile = uint32_t(first.begin) / query_tile;
-        query_tiles = uint32_t(last.end + query_tile - 1) / query_tile - first_query_tile;
+        first_query_tile = uint32_t(first.begin) / c.query_tile;
+        query_tiles = uint32_t(last.end + c.query_tile - 1) / c.query_tile - first_query_tile;
         const BlockLists& lists = problem.query_blocks;  // the same for all heads of a group
         start.schedule =
             lists.counts
-                ? TileSchedule(first, last, query_tile,
+                ? TileSchedule(first, last, c.query_tile,
                                block_list_of(lists, tile.batch, tile.head * tile.group, tile.rows.begin))
-                : TileSchedule(first, last, query_tile);
+                : TileSchedule(first, last, c.query_tile);
         start.next();
         has_queries = start.run.begin < start.run.end;
     }
@@ -146,6 +151,13 @@ struct BackwardShared : BackwardExchange<c> {
     // By each warp that reads plans, but for the one that makes them.
     __device__ __forceinline__ void await_plan(uint32_t tile) const {
         mbarrier_wait(in_ring(planned, tile), parity(planned, tile));
+    }
+    // Of the warp's keys, which begin at warp_row, and a tile of queries.
+    __device__ __forceinline__ TransformedScores transformed(const QueryNote& note, int warp_row) const {
+        const BackwardPlan& plan = plans[tile_of(note.flags)];
+        ScoreTransform<GpuMath> transform = plan.transform;
+        transform.slope = note.slope;
+        return {transform, plan.tile.first + warp_row - plan.mask.diagonal() - note.first};
     }
     __device__ __forceinline__ void leave_plan(uint32_t tile) const {
         mbarrier_arrive_warp(in_ring(left, tile));

@@ -71,6 +71,9 @@ class BackwardProducer {
 #pragma unroll 1
                 for (int i = 0; i < group; ++i) {
                     const int head = int(plan.tile.head) * group + i;
+                    float slope = 0;
+                    if (c.transformed)
+                        slope = ScoreTransform<GpuMath>::slope_of(problem_.forward, plan.tile.batch, head);
                     SchedulePlace& place = plan.walks[kMasked];
                     __syncwarp();  // all lanes have seen that the last head's walk ended
                     TileWalk<c.query_tile> walk(place, plan.start);
@@ -105,8 +108,12 @@ class BackwardProducer {
                         walk.advance(place);
                         if (masked == kMasked && first_lane) {
                             const bool last = !walk.more() && i + 1 == group;
-                            shared_.notes[stage].flags =
-                                of_tile | (last ? QueryNote::last : 0) | (bad ? QueryNote::bad : 0);
+                            QueryNote& note = shared_.notes[stage];
+                            note.flags = of_tile | (last ? QueryNote::last : 0) | (bad ? QueryNote::bad : 0);
+                            if (c.transformed) {
+                                note.first = first;
+                                note.slope = slope;
+                            }
                             shared_.dq_notes[n % kDqNotes] = {first, i, last};
                             mbarrier_arrive(shared_address(&shared_.q_full[stage]));
                         }
@@ -136,8 +143,7 @@ class BackwardProducer {
         TileOrder::Place place;
         if (next_place(queue, tile, place)) {
             plan.end = false;
-            plan.make(problem_.forward, queue_.tiling, dq_sums_, statistics_.rows, place, order_,
-                      c.query_tile, c.key_tile);
+            plan.make(problem_.forward, queue_.tiling, dq_sums_, statistics_.rows, place, order_, c);
         } else {
             plan.end = true;
         }

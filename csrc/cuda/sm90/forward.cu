@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(kConfiguration.threads(), 1)
 }
 
 const char* why_not(const ForwardProblem& problem, const Device& device) {
-    if (const char* lack = lacks(problem)) return lack;
+    if (const char* lack = lacks(problem, kConfiguration.transformed)) return lack;
     // A warpgroup's queries lie in one block, a block of keys is whole tiles.
     const BlockLists& lists = problem.key_blocks;
     if (lists.counts && (lists.column_block % kConfiguration.key_tile != 0 || lists.row_block % 64 != 0))
@@ -77,8 +77,8 @@ int64_t workspace_bytes(const ForwardProblem& problem, int) {
 }
 
 void launch(const ForwardProblem& problem, int, const Launch& launch) {
-    const float score_unit = float(problem.softmax_scale * GpuMath::unit);
-    const double natural = problem.softmax_scale / double(score_unit);
+    const float unit = score_unit(problem, kConfiguration.transformed);
+    const double natural = kConfiguration.transformed ? 1 / GpuMath::unit : problem.softmax_scale / unit;
     const RowTiling tiling = tiling_of(problem, launch.device);
     const TileQueue queue(tiling, tiling.count(), problem.seqlen_k >= 16 * kConfiguration.key_tile,
                           launch.workspace);
@@ -88,7 +88,7 @@ void launch(const ForwardProblem& problem, int, const Launch& launch) {
         tensor_map(keys_of(problem, problem.v, problem.head_dim_v), kDType, kConfiguration.key_tile)};
     launch_kernel(FLASH_KERNEL_NAME, attention_forward,
                   std::min<int64_t>(tiling.count(), launch.device.multiprocessors), kConfiguration.threads(),
-                  sizeof(Shared), launch, problem, maps, queue, score_unit, natural);
+                  sizeof(Shared), launch, problem, maps, queue, unit, natural);
 }
 
 }  // namespace

@@ -26,8 +26,10 @@
 #include "../ptx/register_budget.h"
 #include "../tile/gpu_math.h"
 #include "../tile/warp_product.h"
+#include "forward_mask.cuh"
 #include "forward_producer.cuh"
 #include "store_rows.cuh"
+#include "transformed_scores.cuh"
 #include "warpgroup_product.h"
 
 namespace flash::cuda::sm90 {
@@ -85,6 +87,9 @@ class ForwardConsumer {
     static constexpr float kHuge = 1 << 22;
     // A sum of probabilities from which on their reference may be why the row is not finite.
     static constexpr float kLarge = dtype == DType::float16 ? 1 << 15 : 1 << 24;
+    // And one from which on downwards probabilities are too small to be exact, as where ALiBi hides what the
+    // row's first tile has.
+    static constexpr float kSmall = dtype == DType::float16 ? 0x1p-4f : 0x1p-60f;
 
     // Computed where it is wanted: there is no register to keep it in.
     __device__ __forceinline__ static int warp_row() { return int(opaque(threadIdx.x)) / 32 * 16; }
@@ -300,12 +305,16 @@ class ForwardConsumer {
                                                  const ForwardPlan& plan, uint32_t n, uint32_t tile,
                                                  uint32_t flags) {
         constexpr uint32_t rare = KeyNote::last | KeyNote::masked | KeyNote::careful | kUnsettled;
+        const KeyNote& note = shared_.note(tile);
+        if constexpr (c.transformed) transformed(plan, note).scale_and_cap(s);
         if (rarely((flags | unsettled_) & rare)) {
             if (flags & KeyNote::last) leave_queries(n);
-            if (flags & KeyNote::masked) mask(s, plan, shared_.note(tile));
-            if (flags & KeyNote::careful) return exponentiate_carefully(s, rescale, plan);
+            if (flags & KeyNote::masked)
+                mask_scores<c>(s, plan, note, warpgroup_, plan.tile.first + warp_row());
+            if (flags & KeyNote::careful) return exponentiate_carefully(s, rescale, plan, note);
             if (unsettled_) settle(s);
         }
+        if constexpr (c.transformed) transformed(plan, note).add_alibi(s);
 #pragma unroll
         for (int r = 0; r < Scores::rows; ++r) exponentiate_row(s, r, score_unit_);
     }
@@ -313,7 +322,15 @@ class ForwardConsumer {
     // Or, in rows that need it, to the maximum of all tiles so far: then what was summed up before is to be
     // rescaled.
     __device__ __forceinline__ void exponentiate_carefully(Scores& s, float (&rescale)[Scores::rows],
-                                                           const ForwardPlan& plan) {
+                                                           const ForwardPlan& plan, const KeyNote& note) {
+        if constexpr (c.transformed) {
+#pragma unroll
+            for (int r = 0; r < Scores::rows; ++r) {
+                const float largest = row_maximum(s, r);
+                if (!plan.follows(warp_row() + Scores::row(r))) settle_row(r, largest);
+            }
+            transformed(plan, note).add_alibi(s);
+        }
 #pragma unroll
         for (int r = 0; r < Scores::rows; ++r) {
             const float largest = __fmul_rn(row_maximum(s, r), score_unit_);
@@ -331,6 +348,13 @@ class ForwardConsumer {
             }
             exponentiate_row(s, r, unit);
         }
+    }
+
+    // ALiBi comes when a row has its reference: what it takes from the first tile's scores is no measure of
+    // what it takes from those of nearer keys.
+    __device__ __forceinline__ static TransformedScores transformed(const ForwardPlan& plan,
+                                                                    const KeyNote& note) {
+        return {plan.transform, plan.tile.first + warp_row() + plan.mask.diagonal() - note.first};
     }
 
     __device__ __forceinline__ void exponentiate_row(Scores& s, int r, float unit) {
@@ -370,34 +394,6 @@ class ForwardConsumer {
         return quad_max(largest);
     }
 
-    // Of a tile of keys.
-    __device__ __forceinline__ Interval visible(const ForwardPlan& plan, Position query,
-                                                const KeyNote& note) const {
-        const bool absent = KeyNote::flags_of(note.flags, warpgroup_) & KeyNote::absent;
-        return intersection(plan.visible(query), {note.seen.begin, absent ? 0 : note.seen.end});
-    }
-
-    __device__ __forceinline__ void mask(Scores& s, const ForwardPlan& plan, const KeyNote& note) const {
-        if constexpr (c.key_tile % 32 == 0)
-            if (everywhere(note.flags & KeyNote::partial))
-                plan.bits.each_hidden<Scores>(
-                    plan.tile.first + warp_row(), note.first,
-                    [&](int r, int column) { s.at(r, column) = OnlineSoftmax<GpuMath>::minus_infinity(); });
-#pragma unroll
-        for (int r = 0; r < Scores::rows; ++r) {
-            const Interval keys = visible(plan, query(plan, r), note);
-            uint32_t shown = 0;
-#pragma unroll
-            for (int column = 0; column < Scores::columns; ++column) {
-                const int first = note.first + column / 32 * 128;
-                if (column % 32 == 0)
-                    shown = columns_in_front_of(keys.end - first, lane_index()) &
-                            ~columns_in_front_of(keys.begin - first, lane_index());
-                if (!(shown >> column % 32 & 1)) s.at(r, column) = OnlineSoftmax<GpuMath>::minus_infinity();
-            }
-        }
-    }
-
     // All consumers: elements of V that are not finite become 0, and the output of a row that sees such a key
     // is NaN from here on. What is not finite would else be everybody's: a hidden key's probability is 0, not
     // no factor.
@@ -412,7 +408,7 @@ class ForwardConsumer {
         barrier_of<c.consumers()>(kConsumers);
 #pragma unroll
         for (int r = 0; r < Scores::rows; ++r) {
-            const Interval keys = visible(plan, query(plan, r), note);
+            const Interval keys = visible(plan, note, warpgroup_, query(plan, r));
             bool sees = false;
 #pragma unroll 1
             for (Position key = keys.begin; key < keys.end; ++key) {
@@ -449,9 +445,10 @@ class ForwardConsumer {
         for (int r = 0; r < Scores::rows; ++r) {
             const OnlineSoftmax<GpuMath>& row = softmax.rows[r];
             const bool huge = !(fabsf(row.reference()) < kHuge);
-            const bool right = (zero[r][0] + zero[r][1] == 0) & (row.row_sum < INFINITY) & !huge;
+            const bool small = c.transformed && row.settled() && row.row_sum < kSmall;
+            const bool right = (zero[r][0] + zero[r][1] == 0) & (row.row_sum < INFINITY) & !huge & !small;
             const bool mine = !plan.careful & !right & plan.tile.rows.contains(query(plan, r));
-            follows[r] = mine & (huge | !(row.row_sum < kLarge));
+            follows[r] = mine & (huge | small | !(row.row_sum < kLarge));
             wrong |= mine;
         }
         if (rarely(wrong)) {

@@ -6,6 +6,7 @@
 #include "../any/row_tile.cuh"
 #include "../any/visible_bits.cuh"
 #include "../ptx/mbarrier.h"
+#include "../tile/gpu_math.h"
 #include "key_walk.cuh"
 #include "ring.h"
 
@@ -13,7 +14,8 @@ namespace flash::cuda::sm90 {
 
 struct ForwardConfiguration {
     int head_dim, key_tile, warpgroups, stages, query_buffers;  // warpgroups: that compute, 64 queries each
-    bool turns;  // warpgroups start their products one after the other
+    bool turns;        // warpgroups start their products one after the other
+    bool transformed;  // scores have a softcap, ALiBi, or a scale that is not positive
 
     constexpr int queries() const { return 64 * warpgroups; }
     constexpr int consumers() const { return 128 * warpgroups; }
@@ -55,6 +57,7 @@ struct ForwardPlan {
     uint32_t multiply;  // a bit for each warpgroup that has something to multiply
     RowTile tile;
     Mask mask;
+    ScoreTransform<GpuMath> transform;  // if scores are transformed
     VisibleBits bits;
     KeyPlace start, places[2];  // of values, of keys
     // Of a warpgroup's queries: what some of them see, and what all do.
@@ -67,6 +70,8 @@ struct ForwardPlan {
         const int i = lane_index();
         if (i == 0) {
             mask = Mask(problem, tile.sequence);
+            if (c.transformed)
+                transform = ScoreTransform<GpuMath>(problem, tile.unowned ? 0 : tile.batch, tile.head);
             bits = VisibleBits(problem, tile.batch, tile.head);
             for (uint32_t& rows : following)
                 if (!careful) rows = 0;

@@ -172,8 +172,16 @@ class KeyGradients {
         return shared_address(shared_.p[n % Shared::kBuffers]) + thread_ * 16 + tile * 128 * 16;
     }
 
+    __device__ __forceinline__ TransformedScores transformed(uint32_t n) const {
+        return shared_.transformed(shared_.notes[n % c.stages], warp_row());
+    }
+
     // x: dot products on entry, P on return, of which the other warpgroup gets a copy.
     __device__ __forceinline__ void exponentiate(Scores& x, uint32_t n) const {
+        if constexpr (c.transformed) {
+            transformed(n).scale_and_cap(x);
+            transformed(n).add_alibi(x);
+        }
 #pragma unroll
         for (int tile = 0; tile < Scores::column_tiles; ++tile) {
             const float2 lse = pair_of(shared_.lse[n % c.stages], tile);
@@ -206,6 +214,18 @@ class KeyGradients {
             dp[2] = __uint_as_float(p.z) * (dp[2] - delta.x);
             dp[3] = __uint_as_float(p.w) * (dp[3] - delta.y);
         }
+        if constexpr (c.transformed)
+            transformed(n).differentiate_cap(
+                x,
+                [&](int tile) {
+                    const uint4 p = load_shared_16(place_of_p(n, tile));
+                    return make_float4(__uint_as_float(p.x), __uint_as_float(p.y), __uint_as_float(p.z),
+                                       __uint_as_float(p.w));
+                },
+                [&](int tile) {
+                    const float2 lse = pair_of(shared_.lse[n % c.stages], tile);
+                    return make_float4(lse.x, lse.y, lse.x, lse.y);
+                });
         arrive_at_barrier_of<c.consumers>(kEmpty + n % Shared::kBuffers);
     }
 

@@ -6,6 +6,7 @@
 #include <initializer_list>
 #include <string_view>
 
+#include "../tile/gpu_math.h"
 #include "tensor_map.h"
 
 namespace flash::cuda::sm90 {
@@ -27,11 +28,18 @@ inline const char* switched_off() {
     return value && std::string_view(value) == "0" ? "FLASH_ATTN_SM90=0 switches it off" : nullptr;
 }
 
-inline const char* lacks(const ForwardProblem& problem) {
+// transformed: what the kernel is for (transformed_scores.cuh).
+inline const char* lacks(const ForwardProblem& problem, bool transformed) {
     if (problem.dropout_threshold || problem.bias.data) return "it has no dropout and no biases";
-    if (problem.softcap != 0 || problem.alibi_slopes || !(problem.softmax_scale > 0))
-        return "it has no softcap, no ALiBi, and no negative scale";
-    return nullptr;
+    if (transformed == (problem.softcap != 0 || problem.alibi_slopes || !(problem.softmax_scale > 0)))
+        return nullptr;
+    return transformed ? "it is for a softcap, ALiBi, or a scale that is not positive"
+                       : "it has no softcap, no ALiBi, and no negative scale";
+}
+
+// From what products leave to a score in log 2: what transforms scores scales them, too.
+inline float score_unit(const ForwardProblem& problem, bool transformed) {
+    return transformed ? 1 : float(problem.softmax_scale * GpuMath::unit);
 }
 
 inline const char* cannot_copy(std::initializer_list<Rows> tensors) {

@@ -19,6 +19,7 @@
 #include "load_rows.cuh"
 #include "store_rows.cuh"
 #include "tile_queue.cuh"
+#include "transformed_scores.cuh"
 #include "warpgroup_product.h"
 
 namespace flash::cuda::sm90 {
@@ -28,13 +29,14 @@ struct QueryGradientMaps {
 };
 
 // What plans know of it: key tiles are kept until dQ is multiplied, values only until dP is.
-constexpr ForwardConfiguration query_gradient_configuration(int head_dim) {
+constexpr ForwardConfiguration query_gradient_configuration(int head_dim, bool transformed) {
     return {.head_dim = head_dim,
             .key_tile = 64,
             .warpgroups = 2,
             .stages = 2,
             .query_buffers = 1,
-            .turns = false};
+            .turns = false,
+            .transformed = transformed};
 }
 
 template <ForwardConfiguration c>
@@ -300,6 +302,11 @@ class QueryGradient {
             wgmma_wait<1>();
             keep(registers_of(s));
             const bool masked = flags & KeyNote::masked, suspicious = masked && has_bad_score(s);
+            const TransformedScores transformed = this->transformed(plan, tile);
+            if constexpr (c.transformed) {
+                transformed.scale_and_cap(s);
+                transformed.add_alibi(s);
+            }
             exponentiate(s, lse);
             wgmma_wait<0>();
             keep(registers_of(dp));
@@ -307,6 +314,14 @@ class QueryGradient {
             const bool last = flags & KeyNote::last;
             if (last) mbarrier_arrive_warp(shared_address(&shared_.q_empty[warpgroup_]));
             differentiate(s, dp, delta);
+            if constexpr (c.transformed)
+                transformed.differentiate_cap(
+                    dp,
+                    [&](int tile) {
+                        const float (&x)[4] = s.value[0][tile];
+                        return make_float4(x[0], x[1], x[2], x[3]);
+                    },
+                    [&](int) { return make_float4(lse[0], lse[0], lse[1], lse[1]); });
             if (masked) mask(dp, plan, tile, exclude_bad_keys(suspicious, tile));
             const Operand ds(dp);
             wgmma_fence();
@@ -343,6 +358,11 @@ class QueryGradient {
             lse[r] = *statistics_of<const float>(statistics_.lse_log2, batch, place, head);
             delta[r] = *statistics_of<const float>(statistics_.delta, batch, place, head);
         }
+    }
+
+    __device__ __forceinline__ TransformedScores transformed(const ForwardPlan& plan, uint32_t tile) const {
+        return {plan.transform, plan.tile.first + warp_row() + plan.mask.diagonal() -
+                                    shared_.notes[tile % Shared::kNotes].first};
     }
 
     __device__ __forceinline__ void exponentiate(Scores& s, const float (&lse)[Scores::rows]) const {

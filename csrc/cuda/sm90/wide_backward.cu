@@ -13,7 +13,8 @@ namespace {
 
 constexpr DType kDType = DType::FLASH_DTYPE;
 constexpr BackwardConfiguration kConfiguration FLASH_CONFIGURATION;
-constexpr ForwardConfiguration kQueries = query_gradient_configuration(kConfiguration.head_dim);
+constexpr ForwardConfiguration kQueries =
+    query_gradient_configuration(kConfiguration.head_dim, kConfiguration.transformed);
 using Shared = BackwardShared<kConfiguration>;
 using QueryShared = QueryGradientShared<kQueries>;
 static_assert(kQueries.threads() == kConfiguration.threads);
@@ -81,7 +82,7 @@ RowTiling query_tiling(const ForwardProblem& problem, const Device& device) {
 
 const char* why_not(const BackwardProblem& whole, const Device& device) {
     const ForwardProblem& problem = whole.forward;
-    if (const char* lack = lacks(problem)) return lack;
+    if (const char* lack = lacks(problem, kConfiguration.transformed)) return lack;
     if (problem.query_blocks.counts) return "it has no maps of blocks";
     if (const char* reason = cannot_copy_backward(whole)) return reason;
     if (query_tiling(problem, device).count() > INT32_MAX)
@@ -109,23 +110,22 @@ void launch(const BackwardProblem& problem, const Launch& launch) {
     const AlignedStatistics statistics = space.at(workspace);
     set_zero(workspace + space.zeros(), space.bytes() - space.zeros(), FLASH_KERNEL_NAME, launch);
     compute_delta(problem, statistics, launch);
-    const float score_unit = float(forward.softmax_scale * GpuMath::unit);
+    const float unit = score_unit(forward, kConfiguration.transformed);
     constexpr int query_tile = kConfiguration.query_tile, key_tile = kConfiguration.key_tile;
     const BackwardMaps maps = maps_of(problem, statistics, kDType, query_tile, key_tile);
 
     const RowTiling keys = RowTiling::of_keys(forward, key_tile, launch.device.l2_bytes / 3);
     const DqSums no_sums = DqSums::of_places(RowTiling::of_queries(forward, query_tile, 0), 1, 1, 0, 1);
     launch_walk(attention_key_gradients, keys, sizeof(Shared), launch, problem, maps, statistics,
-                TileQueue(keys, keys.count(), false, counters), no_sums, score_unit);
+                TileQueue(keys, keys.count(), false, counters), no_sums, unit);
 
     const RowTiling queries = query_tiling(forward, launch.device);
     const QueryGradientMaps query_maps{
         tensor_map(queries_of(forward, forward.q, forward.head_dim), kDType, 64),
         tensor_map(queries_of(forward, problem.dout, forward.head_dim_v), kDType, 64), maps.k, maps.v};
-    launch_walk(attention_query_gradient, queries, sizeof(QueryShared), launch, problem, query_maps,
-                statistics,
-                TileQueue(queries, queries.count(), false, counters + padded(TileQueue::workspace_bytes)),
-                score_unit);
+    launch_walk(
+        attention_query_gradient, queries, sizeof(QueryShared), launch, problem, query_maps, statistics,
+        TileQueue(queries, queries.count(), false, counters + padded(TileQueue::workspace_bytes)), unit);
 }
 
 }  // namespace

@@ -1,0 +1,42 @@
+// The mask of Hopper's forward.
+#pragma once
+
+#include "../../attention/online_softmax.h"
+#include "../tile/fragment.h"
+#include "../tile/gpu_math.h"
+#include "forward_plan.cuh"
+
+namespace flash::cuda::sm90 {
+
+// What a query of the warpgroup sees of a tile of keys, but for bits.
+__device__ __forceinline__ Interval visible(const ForwardPlan& plan, const KeyNote& note, int warpgroup,
+                                            Position query) {
+    const bool absent = KeyNote::flags_of(note.flags, warpgroup) & KeyNote::absent;
+    return intersection(plan.visible(query), {note.seen.begin, absent ? 0 : note.seen.end});
+}
+
+// Scores that the warp's queries, which begin at `first`, don't see are minus infinity.
+template <ForwardConfiguration c, class Scores>
+__device__ __forceinline__ void mask_scores(Scores& s, const ForwardPlan& plan, const KeyNote& note,
+                                            int warpgroup, Position first) {
+    if constexpr (c.key_tile % 32 == 0)
+        if (__any_sync(0xffffffff, note.flags & KeyNote::partial))
+            plan.bits.each_hidden<Scores>(first, note.first, [&](int r, int column) {
+                s.at(r, column) = OnlineSoftmax<GpuMath>::minus_infinity();
+            });
+#pragma unroll
+    for (int r = 0; r < Scores::rows; ++r) {
+        const Interval keys = visible(plan, note, warpgroup, first + Scores::row(r));
+        uint32_t shown = 0;
+#pragma unroll
+        for (int column = 0; column < Scores::columns; ++column) {
+            const int begin = note.first + column / 32 * 128;
+            if (column % 32 == 0)
+                shown = columns_in_front_of(keys.end - begin, lane_index()) &
+                        ~columns_in_front_of(keys.begin - begin, lane_index());
+            if (!(shown >> column % 32 & 1)) s.at(r, column) = OnlineSoftmax<GpuMath>::minus_infinity();
+        }
+    }
+}
+
+}  // namespace flash::cuda::sm90
