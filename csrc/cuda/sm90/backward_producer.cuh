@@ -41,7 +41,7 @@ class BackwardProducer {
     // tiles that are not masked it should read the barrier alone.
     template <bool kMasked>
     __device__ void run() {
-        TileQueue::Reader queue(queue_, false);
+        TileQueue::Reader queue(queue_);
         uint32_t stage = 0, free = 1;  // the parity of the stage's last use
         uint32_t handed = 0;           // the same of each stage as the one warp hands it to the other
         uint32_t n = 0;

@@ -80,8 +80,7 @@ void launch(const ForwardProblem& problem, int, const Launch& launch) {
     const float unit = score_unit(problem, kConfiguration.transformed);
     const double natural = kConfiguration.transformed ? 1 / GpuMath::unit : problem.softmax_scale / unit;
     const RowTiling tiling = tiling_of(problem, launch.device);
-    const TileQueue queue(tiling, tiling.count(), problem.seqlen_k >= 16 * kConfiguration.key_tile,
-                          launch.workspace);
+    const TileQueue queue(tiling, tiling.count(), launch.workspace);
     const ForwardMaps maps{
         tensor_map(queries_of(problem, problem.q, problem.head_dim), kDType, 64),
         tensor_map(keys_of(problem, problem.k, problem.head_dim), kDType, kConfiguration.key_tile),

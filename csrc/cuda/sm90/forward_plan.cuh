@@ -43,8 +43,8 @@ struct alignas(16) KeyNote {
 
 enum class Work { tile, nothing, end };
 
-// A tile of queries. While the output of one is finished, the next one's keys are multiplied, and the one
-// after that is planned.
+// A tile of queries. While the output of one is finished, the next one's keys are multiplied, and when the
+// last of those have been asked for, the one after that is planned.
 constexpr int kPlans = 3;
 
 struct ForwardPlan {
@@ -165,6 +165,7 @@ struct ForwardShared {
     KeyNote notes[2 * c.stages];  // read until the values are multiplied, when the keys are long gone
     ForwardPlan plans[kPlans];
     uint64_t planned[kPlans], done[kPlans];
+    uint64_t walked;  // the plan's keys have all been asked for
     uint32_t bad_keys[(c.key_tile + 31) / 32];
 
     __device__ __forceinline__ KeyNote& note(uint32_t tile) { return notes[tile % (2 * c.stages)]; }
@@ -176,6 +177,7 @@ struct ForwardShared {
                 mbarrier_init(shared_address(&q_full[i][j]), 1);
                 mbarrier_init(shared_address(&q_empty[i][j]), 4 * kWarpArrivals);
             }
+        mbarrier_init(shared_address(&walked), 1);
         for (int i = 0; i < kPlans; ++i) {
             mbarrier_init(shared_address(&planned[i]), 1);
             mbarrier_init(shared_address(&done[i]), c.warpgroups * 4 * kWarpArrivals);

@@ -18,20 +18,15 @@ class ForwardPlanner {
   public:
     __device__ ForwardPlanner(const ForwardProblem& problem, const ForwardMaps& maps, const TileQueue& queue,
                               ForwardShared<c>& shared)
-        : problem_(problem),
-          maps_(maps),
-          tiling_(queue.tiling),
-          late_(queue.late),
-          queue_(queue, true),
-          shared_(shared) {}
+        : problem_(problem), maps_(maps), tiling_(queue.tiling), queue_(queue), shared_(shared) {}
 
     // A whole warp.
     __device__ void run() {
         // A plan's tile may have to be done again; so all plans have to be seen done at the end.
         for (uint32_t n = 0, nothing = 0; nothing <= kPlans; ++n) {
             ForwardPlan& plan = shared_.plans[n % kPlans];
-            const uint32_t due = n + late_;
-            mbarrier_wait(in_ring(shared_.done, due), parity(shared_.done, due) ^ 1);
+            mbarrier_wait(in_ring(shared_.done, n), parity(shared_.done, n) ^ 1);
+            if (n > 0) mbarrier_wait(shared_address(&shared_.walked), (n - 1) % 2);
             if (lane_index() == 0) decide(plan, nothing == kPlans);
             __syncwarp();
             nothing = plan.work == Work::tile ? 0 : nothing + 1;
@@ -48,7 +43,7 @@ class ForwardPlanner {
         plan.redo = false;
         plan.work = Work::tile;
         if (plan.careful) return;
-        for (uint32_t index; queue_.take(index);) {
+        for (uint32_t index; more_ && (more_ = queue_.take(index));) {
             plan.tile = tiling_(index, problem_, true);
             if (!plan.tile.rows.empty()) return;
         }
@@ -74,8 +69,8 @@ class ForwardPlanner {
     const ForwardProblem& problem_;
     const ForwardMaps& maps_;
     const RowTiling& tiling_;
-    const uint32_t late_;  // 1: so that other blocks have the choice for longer
     TileQueue::Reader queue_;
+    bool more_ = true;  // in the queue
     ForwardShared<c>& shared_;
 };
 
@@ -99,18 +94,26 @@ class ForwardProducer {
             __syncwarp();  // else the plan could change before a lane has seen that
             ForwardPlan& plan = shared_.plans[n % kPlans];
             if (plan.work == Work::end) break;
-            if (plan.work == Work::nothing) continue;
-            KeyPlace& place = plan.places[kKeys];
-            for (KeyWalk<c.key_tile> walk(place, plan.start); walk.more(); ++tile) {
-                const Position first = walk.first();
-                const ListedBlock of = place.of;
-                walk.advance(place);
-                const auto note = [&] { shared_.note(tile) = plan.template note<c>(first, of, place); };
-                if constexpr (kKeys)
-                    copy(plan, tile, first, shared_.k, maps_.k, shared_.k_full, shared_.k_empty, note);
-                else
-                    copy(plan, tile, first, shared_.v, maps_.v, shared_.v_full, shared_.v_empty, [] {});
-            }
+            if (plan.work == Work::tile) copy_plan<kKeys>(plan, tile);
+            __syncwarp();  // all lanes have seen that the plan is made
+            if (kKeys && lane_index() == 0) mbarrier_arrive(shared_address(&shared_.walked));
+        }
+    }
+
+    // The plan's tiles of keys, or of values, from the block's tile-th on; tile becomes the next plan's first
+    // one.
+    template <bool kKeys>
+    __device__ __forceinline__ void copy_plan(ForwardPlan& plan, uint32_t& tile) {
+        KeyPlace& place = plan.places[kKeys];
+        for (KeyWalk<c.key_tile> walk(place, plan.start); walk.more(); ++tile) {
+            const Position first = walk.first();
+            const ListedBlock of = place.of;
+            walk.advance(place);
+            const auto note = [&] { shared_.note(tile) = plan.template note<c>(first, of, place); };
+            if constexpr (kKeys)
+                copy(plan, tile, first, shared_.k, maps_.k, shared_.k_full, shared_.k_empty, note);
+            else
+                copy(plan, tile, first, shared_.v, maps_.v, shared_.v_full, shared_.v_empty, [] {});
         }
     }
 

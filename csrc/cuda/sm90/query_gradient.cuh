@@ -58,6 +58,7 @@ struct QueryGradientShared {
     uint32_t looked_at[c.warpgroups];  // the warpgroup's last tile of keys that it had to look at, from 1 on
     ForwardPlan plans[kPlans];
     uint64_t planned[kPlans], done[kPlans];
+    uint64_t walked;  // the plan's keys have all been asked for
 
     // By one thread.
     __device__ void start() {
@@ -66,6 +67,7 @@ struct QueryGradientShared {
             mbarrier_init(shared_address(&q_empty[i]), 4 * kWarpArrivals);
             looked_at[i] = 0;
         }
+        mbarrier_init(shared_address(&walked), 1);
         for (int i = 0; i < kPlans; ++i) {
             mbarrier_init(shared_address(&planned[i]), 1);
             mbarrier_init(shared_address(&done[i]), c.warpgroups * 4 * kWarpArrivals);
@@ -90,10 +92,11 @@ class QueryGradientProducer {
 
     // A whole warp.
     __device__ void plan() {
-        TileQueue::Reader queue(queue_, true);
+        TileQueue::Reader queue(queue_);
         for (uint32_t n = 0;; ++n) {
             ForwardPlan& plan = shared_.plans[n % kPlans];
             mbarrier_wait(in_ring(shared_.done, n), parity(shared_.done, n) ^ 1);
+            if (n > 0) mbarrier_wait(shared_address(&shared_.walked), (n - 1) % 2);
             if (lane_index() == 0) decide(queue, plan);
             __syncwarp();
             if (plan.work == Work::tile) plan.make(problem_, c);
@@ -172,6 +175,7 @@ class QueryGradientProducer {
                 copy(plan, tile, first, plan.template note<c>(first, of, place));
                 __syncwarp();
             }
+            if (kKeys && lane_index() == 0) mbarrier_arrive(shared_address(&shared_.walked));
         }
     }
 

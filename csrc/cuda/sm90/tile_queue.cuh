@@ -40,12 +40,10 @@ class TileQueue {
     }
 
     // On the host. counter == nullptr: block b of n takes the tiles b, 2n - 1 - b, 2n + b, ...
-    // late: tiles take so long that the next one is taken only when one is begun. count: of tiles, or of what
-    // else blocks take. strict: a tile is taken by a block that runs when all before it have been; else block
-    // b's first tile is b, whenever it runs.
-    TileQueue(const RowTiling& tiling, int64_t count, bool late, void* counter, bool strict = false)
+    // count: of tiles, or of what else blocks take. strict: a tile is taken by a block that runs when all
+    // before it have been; else block b's first tile is b, whenever it runs.
+    TileQueue(const RowTiling& tiling, int64_t count, void* counter, bool strict = false)
         : tiling(tiling),
-          late(late),
           strict_(strict),
           count_(uint32_t(count)),
           counter_(static_cast<TileCounter*>(counter)),
@@ -54,22 +52,20 @@ class TileQueue {
     // What one block has taken so far. For one thread.
     class Reader {
       public:
-        // ahead: the number after the next one is asked for already, so that nobody waits for the answer.
-        __device__ Reader(const TileQueue& queue, bool ahead)
-            : queue_(queue), ahead_(ahead), next_(blockIdx.x) {}
+        __device__ explicit Reader(const TileQueue& queue) : queue_(queue) {}
 
-        // The next tile's number, for tiling(); false at the end.
+        // The next tile's number, for tiling(); false at the end, and then not to be called again. To be
+        // asked when the tile is wanted, and no earlier: what a block has taken no other can do for it at the
+        // end.
         __device__ bool take(uint32_t& index) {
             if (taken_ == 0) start();
-            if (taken_ == 0 ? queue_.strict_ : !ahead_) next_ = following();
-            index = next_;
-            if (index >= queue_.count_) {
-                if (queue_.counter_ && index == queue_.count_ + last()) queue_.counter_->ticket = 0;
-                return false;
+            index = taken_ > 0 || queue_.strict_ ? following() : blockIdx.x;
+            if (index < queue_.count_) {
+                ++taken_;
+                return true;
             }
-            ++taken_;
-            if (ahead_) next_ = following();
-            return true;
+            if (queue_.counter_ && index == queue_.count_ + last()) queue_.counter_->ticket = 0;
+            return false;
         }
 
       private:
@@ -91,12 +87,10 @@ class TileQueue {
         }
 
         const TileQueue& queue_;
-        const bool ahead_;
-        uint32_t taken_ = 0, next_;
+        uint32_t taken_ = 0;
     };
 
     const RowTiling tiling;
-    const bool late;
 
   private:
     bool strict_;
