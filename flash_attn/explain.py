@@ -7,7 +7,7 @@ import torch
 
 from . import _C
 from .attention import check_tensors, scale_of, window_of
-from .attention_mask import mask_for
+from .attention_mask import bias_for, mask_for
 
 
 @dataclass(frozen=True)
@@ -119,6 +119,13 @@ def _plans(sizes, device):
     return plans
 
 
+def _strides(bias):
+    """Of batch entries, heads and rows, 0 of what is shared; None without a bias."""
+    if bias is None:
+        return None
+    return tuple(0 if size == 1 else stride for size, stride in zip(bias.shape[:3], bias.stride()))
+
+
 def explain(
     q,
     k,
@@ -165,6 +172,8 @@ def explain(
         raise RuntimeError("flash_attn: q is on meta, where nothing runs; explain needs to know a device")
     if attn_mask is not None:
         mask = mask_for(attn_mask, q.shape[1], k.shape[1]).blocks
+    if attn_bias is not None:
+        attn_bias = bias_for(attn_bias, q.shape[1], k.shape[1], q.dtype)
     packed = cu_seqlens_q is not None
     window = window_of(window_size, causal)
     (rows_q, heads_q, head_dim), (rows_k, heads_k), head_dim_v = q.shape[-3:], k.shape[-3:-1], v.shape[-1]
@@ -176,7 +185,7 @@ def explain(
         "seqlen_k": max([int(max_seqlen_k), *(length for _, length in lengths)]),
         "rows_q": rows_q, "rows_k": rows_k,
         "window_left": window[0], "window_right": window[1], "packed": packed,
-        "block_size": (0, 0) if mask is None else mask.block_size, "attn_bias": attn_bias is not None,
+        "block_size": (0, 0) if mask is None else mask.block_size, "attn_bias": _strides(attn_bias),
         "alibi": alibi_slopes is not None, "softmax_scale": scale_of(softmax_scale, q),
         "softcap": float(softcap), "dropout_p": float(dropout_p),
         "deterministic": bool(deterministic) or torch.are_deterministic_algorithms_enabled(),

@@ -39,7 +39,7 @@ def sizes(seqlen_q=1024, seqlen_k=1024, batch=4, heads=16, head_dim=64, **given)
     return {"dtype": "bfloat16", "batch": batch, "heads_q": heads, "heads_k": heads, "head_dim": head_dim,
             "head_dim_v": head_dim, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "rows_q": seqlen_q,
             "rows_k": seqlen_k, "window_left": -1, "window_right": -1, "packed": False, "block_size": (0, 0),
-            "attn_bias": False, "alibi": False, "softmax_scale": 1.0, "softcap": 0.0, "dropout_p": 0.0,
+            "attn_bias": None, "alibi": False, "softmax_scale": 1.0, "softcap": 0.0, "dropout_p": 0.0,
             "deterministic": False, **given}
 
 
@@ -139,7 +139,12 @@ def test_hoppers_own_kernels_come_first(which, capability, monkeypatch):
             assert engine_of(problem) == ("sm90" if own else portable)
             for transform in ({"softcap": 2.0}, {"alibi": True}, {"softmax_scale": -1.0}):
                 assert engine_of({**problem, **transform}) == ("sm90" if own else portable)
-            assert engine_of({**problem, "dropout_p": 0.5}) == portable  # which they lack
+            biased = own and (which == "forward" or head_dim <= 128)
+            for bias in ((0, 1024 * 1024, 1024), (1024, 0, 0)):
+                assert engine_of({**problem, "attn_bias": bias}) == ("sm90" if biased else portable)
+                # Its rows, too; and dropout they lack.
+                unaligned = {**problem, "attn_bias": tuple(stride + (stride > 0) for stride in bias)}
+                assert engine_of(unaligned) == engine_of({**problem, "dropout_p": 0.5}) == portable
             if which == "backward" and head_dim > 128:  # whose kernels walk no map of blocks
                 assert engine_of({**problem, "block_size": (128, 128)}) == portable
 

@@ -37,6 +37,7 @@ class HopperForward:
     query_buffers: int
     turns: bool = True  # warpgroups start their products one after the other
     transformed: bool = False  # for a softcap, ALiBi, or a scale that is not positive
+    biased: bool = False  # for a bias, and those
 
     @property
     def query_tile(self):
@@ -72,6 +73,7 @@ class HopperBackward:
     key_tile: int
     stages: int  # query and dO tiles in flight
     transformed: bool = False  # for a softcap, ALiBi, or a scale that is not positive
+    biased: bool = False  # for a bias, and those, but for a softcap
 
     @property
     def blocks(self):
@@ -121,8 +123,8 @@ class Row:
     def name(self, dtype):
         c = self.configuration
         stages = f"_s{c.stages}" if hasattr(c, "stages") else ""
-        transformed = "_transformed" if getattr(c, "transformed", False) else ""
-        return f"{self.kernel}_{dtype}_d{c.head_dim}_q{c.query_tile}_k{c.key_tile}{stages}{transformed}"
+        scores = next((f"_{name}" for name in ("biased", "transformed") if getattr(c, name, False)), "")
+        return f"{self.kernel}_{dtype}_d{c.head_dim}_q{c.query_tile}_k{c.key_tile}{stages}{scores}"
 
     def symbol(self, dtype):
         return f"{self.engine}_{self.name(dtype)}"
@@ -175,6 +177,8 @@ ROWS = [
     Row("sm90", "forward", HALVES, HopperForward(64, 128, warpgroups=3, stages=4, query_buffers=2)),
     Row("sm90", "forward", HALVES,
         HopperForward(64, 128, warpgroups=2, stages=4, query_buffers=2, transformed=True)),
+    Row("sm90", "forward", HALVES,
+        HopperForward(64, 128, warpgroups=2, stages=4, query_buffers=2, transformed=True, biased=True)),
     Row("sm80", "forward", HALVES,
         Forward(64, 128, 128, warps=4, blocks=2, bias=0, retries=1), from_keys=1024),
     Row("sm80", "forward", HALVES, Forward(64, 128, 64, warps=4, blocks=3, retries=1)),
@@ -183,28 +187,36 @@ ROWS = [
     Row("sm90", "forward", HALVES, HopperForward(128, 128, warpgroups=2, stages=2, query_buffers=2)),
     Row("sm90", "forward", HALVES,
         HopperForward(128, 128, warpgroups=2, stages=2, query_buffers=2, transformed=True)),
+    Row("sm90", "forward", HALVES,
+        HopperForward(128, 128, warpgroups=2, stages=2, query_buffers=1, transformed=True, biased=True)),
     Row("sm80", "forward", HALVES, Forward(96, 128, 64, warps=4, blocks=2, bias=0)),
     Row("sm80", "forward", HALVES, Forward(128, 128, 64, warps=4, blocks=2, bias=0)),
     Row("sm80", "forward", HALVES, Forward(128, 128, 32, warps=4, blocks=2)),
     Row("sm90", "forward", HALVES, HopperForward(192, 112, warpgroups=2, stages=2, query_buffers=1)),
     Row("sm90", "forward", HALVES,
         HopperForward(192, 112, warpgroups=2, stages=2, query_buffers=1, transformed=True)),
+    Row("sm90", "forward", HALVES,
+        HopperForward(192, 64, warpgroups=2, stages=3, query_buffers=1, transformed=True, biased=True)),
     Row("sm80", "forward", HALVES, Forward(192, 128, 64, warps=8, blocks=1, columns=2, retries=1)),
     Row("sm80", "forward", HALVES, Forward(192, 128, 32, warps=8, blocks=1)),
     Row("sm90", "forward", HALVES, HopperForward(256, 80, warpgroups=2, stages=2, query_buffers=1)),
     Row("sm90", "forward", HALVES,
         HopperForward(256, 80, warpgroups=2, stages=2, query_buffers=1, transformed=True)),
+    Row("sm90", "forward", HALVES,
+        HopperForward(256, 64, warpgroups=2, stages=2, query_buffers=1, transformed=True, biased=True)),
     Row("sm80", "forward", HALVES,
         Forward(256, 128, 64, warps=8, blocks=1, columns=2, bias=0, retries=1)),
     Row("sm80", "forward", HALVES, Forward(256, 128, 32, warps=8, blocks=1, columns=2)),
     Row("sm80", "forward", HALVES, Forward(256, 64, 32, warps=4, blocks=1)),
     Row("sm90", "backward", HALVES, HopperBackward(64, 128, 128, stages=2), from_keys=224),
     Row("sm90", "backward", HALVES, HopperBackward(64, 128, 128, stages=2, transformed=True), from_keys=224),
+    Row("sm90", "backward", HALVES, HopperBackward(64, 128, 128, stages=2, transformed=True, biased=True)),
     Row("sm80", "backward", HALVES,
         Backward(64, 128, 128, 8, 2, 1, score_rows=4, gradient_rows=4, dq_rows=4), from_keys=1024),
     Row("sm80", "backward", HALVES, Backward(64, 64, 64, 4, 2, 3, score_rows=2, gradient_rows=2, dq_rows=2)),
     Row("sm90", "backward", HALVES, HopperBackward(128, 64, 128, stages=3)),
     Row("sm90", "backward", HALVES, HopperBackward(128, 64, 128, stages=3, transformed=True)),
+    Row("sm90", "backward", HALVES, HopperBackward(128, 64, 128, stages=2, transformed=True, biased=True)),
     Row("sm80", "backward", HALVES, Backward(96, 64, 64, 4, 2, 2, score_rows=2, gradient_rows=4, dq_rows=4)),
     Row("sm80", "backward", HALVES,
         Backward(128, 64, 128, 8, 2, 1, score_rows=2, gradient_rows=4, dq_rows=2, finish_apart=1)),

@@ -3,6 +3,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <array>
 #include <stdexcept>
 
 #include "../engine.h"
@@ -67,7 +68,7 @@ list device_rows() {
 
 // Sizes and options without tensors. Where choosing asks only whether there is a pointer, any one will do.
 ForwardProblem problem_of(const dict& sizes) {
-    static int32_t something = 0;
+    alignas(16) static int32_t something = 0;
     static const float some_slope = 0;
     const auto number = [&](const char* name) { return sizes[name].cast<int64_t>(); };
     ForwardProblem problem{};
@@ -92,7 +93,10 @@ ForwardProblem problem_of(const dict& sizes) {
         problem.key_blocks.row_block = problem.query_blocks.column_block = block_q;
         problem.key_blocks.column_block = problem.query_blocks.row_block = block_k;
     }
-    if (sizes["attn_bias"].cast<bool>()) problem.bias.data = &something;
+    if (!sizes["attn_bias"].is_none()) {
+        const auto strides = sizes["attn_bias"].cast<std::array<int64_t, 3>>();
+        problem.bias = {&something, strides[0], strides[1], strides[2]};
+    }
     if (sizes["alibi"].cast<bool>()) problem.alibi_slopes = &some_slope;
     problem.softmax_scale = sizes["softmax_scale"].cast<double>();
     problem.softcap = sizes["softcap"].cast<double>();

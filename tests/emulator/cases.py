@@ -106,9 +106,74 @@ def test_masks_and_biases(features, head_dim):
         check_empty_rows(actual, expected.exact.lse)
 
 
-@pytest.mark.parametrize("shape", [(1, 2, 150, 300), (1, 1, 1, 300)])
-def test_gradient_of_a_bias(shape):
-    given = case(HALF, 64, 150, 300)
+BIASES = {
+    "heads": ((1, 2, 150, 304), {}),
+    "batches": ((2, 1, 150, 304), {"causal": True}),
+    "rows": ((2, 2, 1, 304), {"num_heads_k": 1}),
+    "one": ((1, 1, 1, 304), {"window_size": (100, 40)}),
+    "ALiBi": ((1, 2, 150, 304), {"alibi": "heads", "softmax_scale": -0.2, "causal": True}),
+    "softcap": ((1, 1, 150, 304), {"softcap": 2.0}),
+}
+
+
+@pytest.mark.parametrize("which", BIASES)
+@pytest.mark.parametrize("dtype,head_dim", [(HALF, 64), (HALF, 128), (HALF, 192), (HALF, 256),
+                                            (torch.float16, 64)])
+def test_biases_of_aligned_rows(dtype, head_dim, which):
+    """On Hopper by kernels of their own."""
+    shape, features = BIASES[which]
+    given = dataclasses.replace(case(dtype, head_dim, 150, 304, **features), batch=2)
+    bias = 3 * torch.randn(shape)
+    bias[..., 200:210] = -torch.inf
+    bias[..., -1:, :130] = -torch.inf  # the whole first tile, of some queries
+    bias = bias.masked_fill(torch.rand(shape) < 0.1, -torch.inf).to(dtype)
+    mask = torch.rand(1, 1, 150, 304) < 0.8 if which == "heads" else None
+    inputs, dlse = given.draw(), given.draw_dlse()
+    expected = Expected(given.attend(mask, bias), *inputs, dlse)
+    actual = given.run(inputs, dlse, attn_bias=bias, attn_mask=mask)
+    expected.check(**vars(actual))
+    check_empty_rows(actual, expected.exact.lse)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+def test_what_a_bias_hides_does_not_matter(head_dim, value):
+    """Whatever lies behind it, in K, V, Q or dO: the rows that don't see it keep their bits."""
+    given = case(HALF, head_dim, 150, 304)
+    bias = torch.randn(1, 2, 150, 304).to(HALF)
+    bias[..., 250:] = bias[..., 33, :] = -torch.inf
+    bias[..., 40:, 250] = 0
+    results = []
+    for filled in (0.0, value):
+        q, k, v, dout = given.draw()
+        for x, rows in ((k, slice(250, None)), (v, slice(250, None)), (q, 33), (dout, 33)):
+            x[:, rows] = filled
+        results.append(given.run((q, k, v, dout), attn_bias=bias, deterministic=True))
+    clean, dirty = results
+    for name in ("out", "dq"):
+        assert torch.equal(getattr(dirty, name)[:, :40], getattr(clean, name)[:, :40]), name
+    assert not dirty.out[:, 40:].isfinite().any()
+    for name in ("dk", "dv"):  # keys that nobody sees
+        assert (getattr(dirty, name)[:, 251:] == 0).all(), name
+
+
+@pytest.mark.parametrize("dtype", [HALF, torch.float16])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("low", [-1e4, -3e4, torch.finfo(HALF).min])
+def test_biases_that_all_but_hide_the_first_keys(low, head_dim, dtype):
+    """As masks that are added do, of sequences that are padded on the left."""
+    given = dataclasses.replace(case(dtype, head_dim, 150, 304), batch=2)
+    bias = torch.zeros(2, 1, 1, 304)
+    bias[1, ..., :290] = low
+    bias = bias.clamp(min=torch.finfo(dtype).min).to(dtype)
+    inputs = given.draw()
+    Expected(given.attend(None, bias), *inputs).check(**vars(given.run(inputs, attn_bias=bias)))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("shape", [(1, 2, 150, 300), (1, 1, 1, 300), (1, 1, 150, 304), (1, 2, 1, 304)])
+def test_gradient_of_a_bias(shape, head_dim):
+    given = case(HALF, head_dim, 150, shape[-1])
     q, k, v, dout = given.draw()
     bias = torch.randn(shape).to(HALF)
     leaf = bias.clone().requires_grad_()

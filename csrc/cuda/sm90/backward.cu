@@ -6,6 +6,9 @@
 #include "backward_launch.h"
 
 namespace flash::cuda {
+
+void FLASH_BIAS_GRADIENT(const BackwardProblem& problem, const Launch& launch);  // ../sm80/bias_gradient.cu
+
 namespace sm90 {
 namespace {
 
@@ -64,7 +67,8 @@ __global__ void __launch_bounds__(kConfiguration.consumers)
 
 const char* why_not(const BackwardProblem& whole, const Device&) {
     const ForwardProblem& problem = whole.forward;
-    if (const char* lack = lacks(problem, kConfiguration.transformed)) return lack;
+    if (const char* lack = lacks(problem, kConfiguration.transformed, kConfiguration.biased)) return lack;
+    if (kConfiguration.biased && problem.softcap != 0) return "it has no softcap beside a bias";
     const BlockLists& lists = problem.query_blocks;
     if (problem.seqlen_k > kConfiguration.key_tile * int64_t(DqTurn::kMost) && problem.deterministic)
         return "with so many keys it adds dQ up in no fixed order";
@@ -176,7 +180,8 @@ void launch(const BackwardProblem& problem, const Launch& launch) {
     // By a counter, since blocks in step would add to the same sums at the same time.
     const TileQueue queue(walk.keys, walk.whole_units() ? walk.keys.heads() : walk.keys.count(),
                           launch.workspace, walk.has_turns());
-    const BackwardMaps maps = maps_of(problem, statistics, kDType, query_tile, key_tile);
+    const BackwardMaps maps =
+        maps_of(problem, statistics, kDType, query_tile, key_tile, kConfiguration.biased);
     launch_kernel(FLASH_KERNEL_NAME, walk.in_walk() ? attention_backward<true> : attention_backward<false>,
                   walk.blocks(launch.device), kConfiguration.threads, sizeof(Shared), launch, problem, maps,
                   statistics, queue, walk.dq_sums,
@@ -184,6 +189,11 @@ void launch(const BackwardProblem& problem, const Launch& launch) {
                   score_unit(forward, kConfiguration.transformed));
     launch_kernel(FLASH_KERNEL_NAME, finish_dq, walk.dq_sums.unfinished_tiles(), kConfiguration.consumers,
                   query_tile * kConfiguration.head_dim * 2, launch, problem, walk.dq_sums);
+    if (problem.dbias.data) {
+        BackwardProblem with_delta = problem;
+        with_delta.delta = statistics.delta;
+        FLASH_BIAS_GRADIENT(with_delta, launch);
+    }
 }
 
 }  // namespace

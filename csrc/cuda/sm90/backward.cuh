@@ -129,8 +129,8 @@ class BackwardConsumer {
     }
     __device__ __forceinline__ void start_dq(typename Dq::Accumulators& dq, uint32_t n) const {
         constexpr int parts = Dq::column_warps;  // of the columns, or else of the rows
-        const uint32_t ds =
-            shared_address(shared_.ds[n % 2]) + (parts == 1 ? warpgroup_ : 0) * ScoreTile::panel_bytes;
+        const uint32_t ds = shared_address(shared_.ds[n % Shared::kBuffers]) +
+                            (parts == 1 ? warpgroup_ : 0) * ScoreTile::panel_bytes;
         const uint32_t k = shared_address(shared_.k) +
                            (parts == 1 ? 0 : warpgroup_) * (KeyTile::panels / parts) * KeyTile::panel_bytes;
         multiply_columns_by_columns<dtype, c.key_tile>(dq, ds, k);
@@ -166,12 +166,17 @@ class BackwardConsumer {
                 transformed(n).scale_and_cap(s);
                 transformed(n).add_alibi(s);
             }
+            bool bias_hides = false;
+            if constexpr (c.biased) bias_hides = add_bias(s, n);
             exponentiate(s, lse, n);
             wgmma_wait<0>();
             keep(registers_of(dp));
             differentiate(s, dp, n);
             if (flags & QueryNote::masked) mask(s, dp, note, words, n);
+            if constexpr (c.biased)
+                if (bias_hides) clear_hidden(s, dp);
             const Operand ds(dp);
+            if constexpr (Shared::kBuffers == 1) meet();  // everybody's last dQ is multiplied
             store_ds(ds, n);
             const Operand p(s);
             wgmma_fence();
@@ -241,6 +246,30 @@ class BackwardConsumer {
         return shared_.transformed(shared_.notes[n % c.stages], warp_row());
     }
 
+    // True if the bias hides some of the warp's scores. Then it is wanted once more.
+    __device__ __forceinline__ bool add_bias(Scores& s, uint32_t n) const {
+        mbarrier_wait(shared_address(&shared_.bias.full), n % 2);
+        uint32_t lowest = 0;
+        bias().each_part_of_columns(warp_row(), [&](int query, const BiasPart<dtype, 16>& part) {
+            lowest = minimum<dtype>(lowest, part.lowest());
+            part.template add_to<false>(s, query);
+        });
+        const bool hides = one_hides_a_score<dtype>(lowest);
+        if (!hides) mbarrier_arrive_warp(shared_address(&shared_.bias.empty));
+        return hides;
+    }
+    // What is hidden is zero, whatever lies behind it.
+    __device__ __forceinline__ void clear_hidden(Scores& p, Scores& ds) const {
+        bias().each_part_of_columns(warp_row(), [&](int query, const BiasPart<dtype, 16>& part) {
+            part.clear_hidden(p, query);
+            part.clear_hidden(ds, query);
+        });
+        mbarrier_arrive_warp(shared_address(&shared_.bias.empty));
+    }
+    __device__ __forceinline__ BiasTile<dtype, c.query_tile, c.key_tile> bias() const {
+        return {shared_.bias.tile, problem_.forward.bias.row_stride == 0};
+    }
+
     // s: dot products, or transformed ones, on entry, P on return.
     __device__ __forceinline__ void exponentiate(Scores& s, const Pairs& early, uint32_t n) const {
 #pragma unroll
@@ -266,7 +295,7 @@ class BackwardConsumer {
             x[2] = factor[2] * (x[2] - delta.x);
             x[3] = factor[3] * (x[3] - delta.y);
         }
-        if constexpr (c.transformed)
+        if constexpr (c.transformed && !c.biased)
             transformed(n).differentiate_cap(
                 dp,
                 [&](int tile) {
@@ -318,7 +347,8 @@ class BackwardConsumer {
 
     __device__ __forceinline__ void store_ds(const Operand& ds, uint32_t n) const {
         const uint32_t lane = thread_ % 32;
-        const uint32_t place = shared_address(shared_.ds[n % 2]) + thread_ / 32 * 16 * kPanelRowBytes +
+        const uint32_t place = shared_address(shared_.ds[n % Shared::kBuffers]) +
+                               thread_ / 32 * 16 * kPanelRowBytes +
                                ScoreTile::offset(lane % 16, 0, lane / 16);
 #pragma unroll
         for (int k = 0; k < c.query_tile / 16; ++k)

@@ -53,14 +53,15 @@ class StatisticsSpace {
 };
 
 inline BackwardMaps maps_of(const BackwardProblem& problem, const AlignedStatistics& statistics, DType dtype,
-                            int query_tile, int key_tile) {
+                            int query_tile, int key_tile, bool biased) {
     const ForwardProblem& forward = problem.forward;
     return {tensor_map(queries_of(forward, forward.q, forward.head_dim), dtype, query_tile),
             tensor_map(queries_of(forward, problem.dout, forward.head_dim_v), dtype, query_tile),
             tensor_map(keys_of(forward, forward.k, forward.head_dim), dtype, key_tile),
             tensor_map(keys_of(forward, forward.v, forward.head_dim_v), dtype, key_tile),
             tensor_map(statistics.lse_log2, forward, statistics.rows.count(), query_tile),
-            tensor_map(statistics.delta, forward, statistics.rows.count(), query_tile)};
+            tensor_map(statistics.delta, forward, statistics.rows.count(), query_tile),
+            biased ? bias_map(forward, dtype, query_tile) : CUtensorMap{}};
 }
 
 inline void set_zero(void* data, int64_t bytes, const char* kernel, const Launch& launch) {

@@ -14,6 +14,7 @@ namespace flash::cuda::sm90 {
 struct BackwardConfiguration {
     int head_dim, query_tile, key_tile, stages;
     bool transformed;  // scores have a softcap, ALiBi, or a scale that is not positive
+    bool biased;       // or a bias, and perhaps those, but for a softcap
 
     static constexpr int warpgroups = 2;  // that compute
     static constexpr int consumers = 128 * warpgroups, threads = consumers + 128;
@@ -103,13 +104,31 @@ struct BackwardPlan {
 // What the consumers hand each other.
 template <BackwardConfiguration c, bool kAddsDq = c.adds_dq()>
 struct BackwardExchange {
-    alignas(1024) char ds[2][c.key_tile * c.query_tile * 2];  // dS^T
-    alignas(16) float dq[c.query_tile * c.head_dim];          // on its way to the sums
+    static constexpr int kBuffers = c.biased && c.query_tile == 128 ? 1 : 2;
+    alignas(1024) char ds[kBuffers][c.key_tile * c.query_tile * 2];  // dS^T
+    alignas(16) float dq[c.query_tile * c.head_dim];                 // on its way to the sums
 };
 template <BackwardConfiguration c>
 struct BackwardExchange<c, false> {
     static constexpr int kBuffers = c.head_dim > 192 ? 1 : 2;
     alignas(1024) float p[kBuffers][c.key_tile * c.query_tile];  // P^T, as threads have it
+};
+
+// The bias of a tile of queries is read when its scores are there, and then the next one's is copied.
+template <BackwardConfiguration c, bool kBiased = c.biased>
+struct BackwardBias {
+    __device__ void start() {}
+};
+template <BackwardConfiguration c>
+struct BackwardBias<c, true> {
+    alignas(1024) char tile[c.query_tile * c.key_tile * 2];
+    uint64_t full, empty;
+
+    // By one thread.
+    __device__ void start() {
+        mbarrier_init(shared_address(&full), 1);
+        mbarrier_init(shared_address(&empty), c.warpgroups * 4 * kWarpArrivals);
+    }
 };
 
 template <BackwardConfiguration c>
@@ -143,6 +162,7 @@ struct BackwardShared : BackwardExchange<c> {
     bool has_bad_keys[kBackwardPlans];
     bool all_finite;  // lse and delta of all queries, and so Q and dO
     BackwardPlan plans[kBackwardPlans];
+    BackwardBias<c> bias;
 
     __device__ __forceinline__ BackwardPlan& plan(uint32_t tile) { return plans[tile % kBackwardPlans]; }
     __device__ __forceinline__ static uint32_t tile_of(uint32_t flags) {
@@ -188,6 +208,7 @@ struct BackwardShared : BackwardExchange<c> {
             mbarrier_init(shared_address(&empty[i]), c.warpgroups * 4 * kWarpArrivals);
             mbarrier_init(shared_address(&masked[i]), 1);
         }
+        bias.start();
     }
 };
 

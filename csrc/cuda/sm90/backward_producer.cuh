@@ -9,6 +9,7 @@
 #include "../any/rows.h"
 #include "../ptx/tma.h"
 #include "backward_plan.cuh"
+#include "bias_tile.cuh"
 #include "load_rows.cuh"
 #include "tensor_map.h"
 #include "tile_queue.cuh"
@@ -18,6 +19,7 @@ namespace flash::cuda::sm90 {
 struct BackwardMaps {
     CUtensorMap q, dout, k, v;
     CUtensorMap lse, delta;  // a row each
+    CUtensorMap bias;        // if there is one
 };
 
 template <DType dtype, BackwardConfiguration c>
@@ -65,7 +67,9 @@ class BackwardProducer {
                 const int batch = tensor_batch(problem_.forward.cu_seqlens_q, plan.tile);
                 const int first_row = int(plan.tile.sequence.first_query_row), group = plan.tile.group;
                 const int first_statistic = plan.first_statistic;
-                const bool partial = plan.partial, first_lane = lane_index() == 0;
+                const bool first_lane = lane_index() == 0;
+                // A bias may hide what is not finite anywhere.
+                const bool partial = plan.partial || (c.biased && !shared_.all_finite);
                 const uint32_t of_tile =
                     (kMasked ? QueryNote::masked : 0) | (tile % 2 ? QueryNote::odd_tile : 0);
 #pragma unroll 1
@@ -117,6 +121,7 @@ class BackwardProducer {
                             shared_.dq_notes[n % kDqNotes] = {first, i, last};
                             mbarrier_arrive(shared_address(&shared_.q_full[stage]));
                         }
+                        if constexpr (c.biased && !kMasked) copy_bias(plan, n, first, head);
                         begun = true;
                         ++n;
                         if (++stage == c.stages) stage = 0, free ^= 1;
@@ -178,6 +183,19 @@ class BackwardProducer {
         }
         mbarrier_arrive(k_full);
         mbarrier_arrive(v_full);
+    }
+
+    // Of the n-th tile of queries.
+    __device__ __forceinline__ void copy_bias(const BackwardPlan& plan, uint32_t n, Position first,
+                                              int head) const {
+        const uint32_t full = shared_address(&shared_.bias.full);
+        mbarrier_wait(shared_address(&shared_.bias.empty), n % 2 ^ 1);
+        __syncwarp();
+        if (lane_index() > 0) return;
+        BiasTile<dtype, c.query_tile, c.key_tile>::load(shared_.bias.tile, maps_.bias, full,
+                                                        problem_.forward.bias, int(plan.tile.batch), head,
+                                                        first, plan.tile.first);
+        mbarrier_arrive(full);
     }
 
     __device__ __forceinline__ void load_queries(const char* to, const CUtensorMap& map, uint32_t barrier,

@@ -32,9 +32,12 @@ __global__ void __launch_bounds__(kConfiguration.threads(), 1)
     if (threadIdx.x >= kConfiguration.consumers()) {
         shrink_registers<kProducerRegisters>();
         const int warp = int(threadIdx.x - kConfiguration.consumers()) / 32;
-        if (warp == 0) ForwardProducer<kConfiguration>(problem, maps, shared).copy_keys();
-        if (warp == 1) ForwardProducer<kConfiguration>(problem, maps, shared).copy_values();
+        ForwardProducer<kDType, kConfiguration> producer(problem, maps, shared);
+        if (warp == 0) producer.copy_keys();
+        if (warp == 1) producer.copy_values();
         if (warp == 2) ForwardPlanner<kConfiguration>(problem, maps, queue, shared).run();
+        if constexpr (kConfiguration.biased)
+            if (warp == 3) producer.copy_bias();
     } else {
         grow_registers<kConsumerRegisters>();
         ForwardConsumer<kDType, kConfiguration>(problem, shared, score_unit, natural).run();
@@ -42,7 +45,7 @@ __global__ void __launch_bounds__(kConfiguration.threads(), 1)
 }
 
 const char* why_not(const ForwardProblem& problem, const Device& device) {
-    if (const char* lack = lacks(problem, kConfiguration.transformed)) return lack;
+    if (const char* lack = lacks(problem, kConfiguration.transformed, kConfiguration.biased)) return lack;
     // A warpgroup's queries lie in one block, a block of keys is whole tiles.
     const BlockLists& lists = problem.key_blocks;
     if (lists.counts && (lists.column_block % kConfiguration.key_tile != 0 || lists.row_block % 64 != 0))
@@ -84,7 +87,8 @@ void launch(const ForwardProblem& problem, int, const Launch& launch) {
     const ForwardMaps maps{
         tensor_map(queries_of(problem, problem.q, problem.head_dim), kDType, 64),
         tensor_map(keys_of(problem, problem.k, problem.head_dim), kDType, kConfiguration.key_tile),
-        tensor_map(keys_of(problem, problem.v, problem.head_dim_v), kDType, kConfiguration.key_tile)};
+        tensor_map(keys_of(problem, problem.v, problem.head_dim_v), kDType, kConfiguration.key_tile),
+        kConfiguration.biased ? bias_map(problem, kDType, 64) : CUtensorMap{}};
     launch_kernel(FLASH_KERNEL_NAME, attention_forward,
                   std::min<int64_t>(tiling.count(), launch.device.multiprocessors), kConfiguration.threads(),
                   sizeof(Shared), launch, problem, maps, queue, unit, natural);

@@ -26,6 +26,7 @@
 #include "../ptx/register_budget.h"
 #include "../tile/gpu_math.h"
 #include "../tile/warp_product.h"
+#include "bias_tile.cuh"
 #include "forward_mask.cuh"
 #include "forward_producer.cuh"
 #include "store_rows.cuh"
@@ -307,6 +308,7 @@ class ForwardConsumer {
         constexpr uint32_t rare = KeyNote::last | KeyNote::masked | KeyNote::careful | kUnsettled;
         const KeyNote& note = shared_.note(tile);
         if constexpr (c.transformed) transformed(plan, note).scale_and_cap(s);
+        if constexpr (c.biased) add_bias(s, flags & KeyNote::careful);
         if (rarely((flags | unsettled_) & rare)) {
             if (flags & KeyNote::last) leave_queries(n);
             if (flags & KeyNote::masked)
@@ -355,6 +357,26 @@ class ForwardConsumer {
     __device__ __forceinline__ static TransformedScores transformed(const ForwardPlan& plan,
                                                                     const KeyNote& note) {
         return {plan.transform, plan.tile.first + warp_row() + plan.mask.diagonal() - note.first};
+    }
+
+    // A warpgroup meets all tiles of the bias that it sees.
+    __device__ __forceinline__ void add_bias(Scores& s, bool careful) {
+        mbarrier_wait(shared_address(&shared_.bias.full[warpgroup_]), bias_tile_++ % 2);
+        const BiasTile<dtype, 64, c.key_tile> tile(shared_.bias.tiles[warpgroup_],
+                                                   problem_.bias.row_stride == 0);
+        const auto part = tile.rows_from(warp_row() % 64);
+        if (careful || one_hides_a_score<dtype>(part.lowest()))
+            part.template add_to<true>(s);
+        else
+            part.template add_to<false>(s);
+        mbarrier_arrive_warp(shared_address(&shared_.bias.empty[warpgroup_]));
+    }
+    // For where it is rarely asked.
+    __device__ __forceinline__ bool bias_hides(const ForwardPlan& plan, Position query, Position key) const {
+        if constexpr (!c.biased) return false;
+        const auto* const row = row_of<const Bits<dtype>>(problem_.bias, plan.tile.batch, plan.tile.head,
+                                                          min(query, Position(problem_.seqlen_q) - 1));
+        return hides_a_score(unpack<dtype>(row[key]).x);
     }
 
     __device__ __forceinline__ void exponentiate_row(Scores& s, int r, float unit) {
@@ -414,7 +436,8 @@ class ForwardConsumer {
             for (Position key = keys.begin; key < keys.end; ++key) {
                 const int j = key - note.first;
                 sees |= (shared_.bad_keys[j / 32] >> j % 32 & 1) &&
-                        !(note.flags & KeyNote::partial && plan.bits.hides(query(plan, r), key));
+                        !(note.flags & KeyNote::partial && plan.bits.hides(query(plan, r), key)) &&
+                        !bias_hides(plan, query(plan, r), key);
             }
             if (sees)
 #pragma unroll
@@ -485,6 +508,7 @@ class ForwardConsumer {
     const int warpgroup_;  // the same in all lanes, as the compiler sees, too
     Softmax softmax_;
     uint32_t unsettled_;  // kUnsettled or 0
+    uint32_t bias_tile_ = 0;
     Output out_;
 };
 

@@ -16,6 +16,7 @@ struct ForwardConfiguration {
     int head_dim, key_tile, warpgroups, stages, query_buffers;  // warpgroups: that compute, 64 queries each
     bool turns;        // warpgroups start their products one after the other
     bool transformed;  // scores have a softcap, ALiBi, or a scale that is not positive
+    bool biased;       // or a bias, and perhaps those
 
     constexpr int queries() const { return 64 * warpgroups; }
     constexpr int consumers() const { return 128 * warpgroups; }
@@ -145,11 +146,33 @@ struct ForwardPlan {
             flags |= mine << KeyNote::kBits * i;
             all |= mine;
         }
-        // They take care together.
-        if (careful && all & KeyNote::masked)
+        // They take care together. What a bias hides may be anywhere.
+        if (careful && (c.biased || all & KeyNote::masked))
 #pragma unroll
             for (int i = 0; i < c.warpgroups; ++i) flags |= KeyNote::masked << KeyNote::kBits * i;
         return {first, intersection(keys, start.visited), flags};
+    }
+};
+
+// Each warpgroup's part of a bias' tile is read when its scores are there, and then the next one is copied.
+template <ForwardConfiguration c, bool kBiased = c.biased>
+struct ForwardBias {
+    static constexpr int producers = 0;  // warps that leave plans
+    __device__ void start() {}
+};
+template <ForwardConfiguration c>
+struct ForwardBias<c, true> {
+    static constexpr int producers = 1;
+    alignas(1024) char tiles[c.warpgroups][64 * c.key_tile * 2];
+    uint64_t full[c.warpgroups], empty[c.warpgroups];
+    KeyPlace place;  // of the warp that copies
+
+    // By one thread.
+    __device__ void start() {
+        for (int i = 0; i < c.warpgroups; ++i) {
+            mbarrier_init(shared_address(&full[i]), 1);
+            mbarrier_init(shared_address(&empty[i]), 4 * kWarpArrivals);
+        }
     }
 };
 
@@ -167,6 +190,7 @@ struct ForwardShared {
     uint64_t planned[kPlans], done[kPlans];
     uint64_t walked;  // the plan's keys have all been asked for
     uint32_t bad_keys[(c.key_tile + 31) / 32];
+    ForwardBias<c> bias;
 
     __device__ __forceinline__ KeyNote& note(uint32_t tile) { return notes[tile % (2 * c.stages)]; }
 
@@ -180,7 +204,7 @@ struct ForwardShared {
         mbarrier_init(shared_address(&walked), 1);
         for (int i = 0; i < kPlans; ++i) {
             mbarrier_init(shared_address(&planned[i]), 1);
-            mbarrier_init(shared_address(&done[i]), c.warpgroups * 4 * kWarpArrivals);
+            mbarrier_init(shared_address(&done[i]), (c.warpgroups * 4 + bias.producers) * kWarpArrivals);
             plans[i].redo = false;
         }
         for (int i = 0; i < c.stages; ++i) {
@@ -189,6 +213,7 @@ struct ForwardShared {
             mbarrier_init(shared_address(&k_empty[i]), c.warpgroups * 4 * kWarpArrivals);
             mbarrier_init(shared_address(&v_empty[i]), c.warpgroups * 4 * kWarpArrivals);
         }
+        bias.start();
     }
 };
 

@@ -1,8 +1,9 @@
 // The warps that start all copies. One decides what the block does next, a tile of queries after the other,
 // and copies the queries; one copies the tiles of keys, one those of values, which are wanted, and left, at
-// other times.
+// other times, and one those of a bias.
 #pragma once
 
+#include "bias_tile.cuh"
 #include "forward_plan.cuh"
 #include "load_rows.cuh"
 #include "tile_queue.cuh"
@@ -11,6 +12,7 @@ namespace flash::cuda::sm90 {
 
 struct ForwardMaps {
     CUtensorMap q, k, v;
+    CUtensorMap bias;  // if there is one
 };
 
 template <ForwardConfiguration c>
@@ -74,7 +76,7 @@ class ForwardPlanner {
     ForwardShared<c>& shared_;
 };
 
-template <ForwardConfiguration c>
+template <DType dtype, ForwardConfiguration c>
 class ForwardProducer {
   public:
     __device__ ForwardProducer(const ForwardProblem& problem, const ForwardMaps& maps,
@@ -84,19 +86,56 @@ class ForwardProducer {
     // A whole warp.
     __device__ void copy_keys() { copy_tiles<true>(); }
     __device__ void copy_values() { copy_tiles<false>(); }
+    __device__ void copy_bias() {
+        uint32_t tiles[c.warpgroups] = {};  // of all that the block does
+        each_plan([&](ForwardPlan& plan, uint32_t n) {
+            if (plan.work == Work::tile) copy_bias(plan, tiles);
+            mbarrier_arrive_warp(in_ring(shared_.done, n));
+        });
+    }
 
   private:
     template <bool kKeys>
     __device__ __forceinline__ void copy_tiles() {
         uint32_t tile = 0;  // of all that the block does
+        each_plan([&](ForwardPlan& plan, uint32_t) {
+            if (plan.work == Work::tile) copy_plan<kKeys>(plan, tile);
+            __syncwarp();  // all lanes have seen that the plan is made
+            if (kKeys && lane_index() == 0) mbarrier_arrive(shared_address(&shared_.walked));
+        });
+    }
+
+    template <class Copy>
+    __device__ __forceinline__ void each_plan(const Copy& copy) {
         for (uint32_t n = 0;; ++n) {
             mbarrier_wait(in_ring(shared_.planned, n), parity(shared_.planned, n));
             __syncwarp();  // else the plan could change before a lane has seen that
             ForwardPlan& plan = shared_.plans[n % kPlans];
             if (plan.work == Work::end) break;
-            if (plan.work == Work::tile) copy_plan<kKeys>(plan, tile);
-            __syncwarp();  // all lanes have seen that the plan is made
-            if (kKeys && lane_index() == 0) mbarrier_arrive(shared_address(&shared_.walked));
+            copy(plan, n);
+        }
+    }
+
+    // What warpgroups see of the plan's tiles.
+    __device__ __forceinline__ void copy_bias(ForwardPlan& plan, uint32_t (&tiles)[c.warpgroups]) {
+        using Tile = BiasTile<dtype, 64, c.key_tile>;
+        KeyPlace& place = shared_.bias.place;
+        for (KeyWalk<c.key_tile> walk(place, plan.start); walk.more();) {
+            const Position first = walk.first();
+            const ListedBlock of = place.of;
+            walk.advance(place);
+            const uint32_t flags = plan.template note<c>(first, of, place).flags;
+#pragma unroll
+            for (int i = 0; i < c.warpgroups; ++i) {
+                if (KeyNote::flags_of(flags, i) & KeyNote::hidden) continue;
+                mbarrier_wait(shared_address(&shared_.bias.empty[i]), tiles[i]++ % 2 ^ 1);
+                __syncwarp();  // else a lane could miss the phase
+                if (lane_index() > 0) continue;
+                const uint32_t full = shared_address(&shared_.bias.full[i]);
+                Tile::load(shared_.bias.tiles[i], maps_.bias, full, problem_.bias, int(plan.tile.batch),
+                           int(plan.tile.head), plan.tile.first + i * 64, first);
+                mbarrier_arrive(full);
+            }
         }
     }
 

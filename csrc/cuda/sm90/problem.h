@@ -28,9 +28,30 @@ inline const char* switched_off() {
     return value && std::string_view(value) == "0" ? "FLASH_ATTN_SM90=0 switches it off" : nullptr;
 }
 
-// transformed: what the kernel is for (transformed_scores.cuh).
-inline const char* lacks(const ForwardProblem& problem, bool transformed) {
-    if (problem.dropout_threshold || problem.bias.data) return "it has no dropout and no biases";
+// A bias as copies see it: where batch entries or heads share it, there is one of them.
+template <class Use>
+auto with_rows_of_bias(const ForwardProblem& problem, const Use& use) {
+    const ScoreMatrix& bias = problem.bias;
+    const TensorView view{bias.data, bias.batch_stride, bias.row_stride, bias.head_stride};
+    return use(Rows{view, bias.batch_stride ? problem.batch : 1, bias.row_stride ? problem.seqlen_q : 1,
+                    bias.head_stride ? problem.heads_q : 1, problem.seqlen_k});
+}
+
+// Boxes as bias_tile.cuh wants them.
+inline CUtensorMap bias_map(const ForwardProblem& problem, DType dtype, int box_rows) {
+    return with_rows_of_bias(problem, [&](const Rows& rows) {
+        return tensor_map(rows, dtype, problem.bias.row_stride ? box_rows : 1);
+    });
+}
+
+// transformed, biased: what the kernel is for (transformed_scores.cuh, bias_tile.cuh).
+inline const char* lacks(const ForwardProblem& problem, bool transformed, bool biased) {
+    if (problem.dropout_threshold) return "it has no dropout";
+    if (biased != (problem.bias.data != nullptr)) return biased ? "it is for a bias" : "it has no biases";
+    if (biased)
+        return with_rows_of_bias(problem, [](const Rows& rows) { return fits_tensor_map(rows, 2); })
+                   ? nullptr
+                   : "the bias's rows, or what lies between them, are no multiples of 16 bytes, or too many";
     if (transformed == (problem.softcap != 0 || problem.alibi_slopes || !(problem.softmax_scale > 0)))
         return nullptr;
     return transformed ? "it is for a softcap, ALiBi, or a scale that is not positive"

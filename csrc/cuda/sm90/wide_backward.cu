@@ -82,7 +82,7 @@ RowTiling query_tiling(const ForwardProblem& problem, const Device& device) {
 
 const char* why_not(const BackwardProblem& whole, const Device& device) {
     const ForwardProblem& problem = whole.forward;
-    if (const char* lack = lacks(problem, kConfiguration.transformed)) return lack;
+    if (const char* lack = lacks(problem, kConfiguration.transformed, false)) return lack;
     if (problem.query_blocks.counts) return "it has no maps of blocks";
     if (const char* reason = cannot_copy_backward(whole)) return reason;
     if (query_tiling(problem, device).count() > INT32_MAX)
@@ -112,7 +112,7 @@ void launch(const BackwardProblem& problem, const Launch& launch) {
     compute_delta(problem, statistics, launch);
     const float unit = score_unit(forward, kConfiguration.transformed);
     constexpr int query_tile = kConfiguration.query_tile, key_tile = kConfiguration.key_tile;
-    const BackwardMaps maps = maps_of(problem, statistics, kDType, query_tile, key_tile);
+    const BackwardMaps maps = maps_of(problem, statistics, kDType, query_tile, key_tile, false);
 
     const RowTiling keys = RowTiling::of_keys(forward, key_tile, launch.device.l2_bytes / 3);
     const DqSums no_sums = DqSums::of_places(RowTiling::of_queries(forward, query_tile, 0), 1, 1, 0, 1);

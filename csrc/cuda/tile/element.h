@@ -41,6 +41,14 @@ __device__ __forceinline__ float2 unpack(uint32_t pair) {
         return __half22float2(reinterpret_cast<const __half2&>(pair));
 }
 
+// Of two pairs.
+template <DType dtype>
+__device__ __forceinline__ uint32_t minimum(uint32_t a, uint32_t b) {
+    using Pair = std::conditional_t<dtype == DType::bfloat16, __nv_bfloat162, __half2>;
+    const Pair lower = __hmin2(reinterpret_cast<const Pair&>(a), reinterpret_cast<const Pair&>(b));
+    return reinterpret_cast<const uint32_t&>(lower);
+}
+
 // A pair's elements that are infinite or NaN replaced by 0; of 32 bits, the element.
 template <DType dtype>
 __device__ __forceinline__ uint32_t finite_or_zero(uint32_t x) {
