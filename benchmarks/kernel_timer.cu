@@ -106,7 +106,8 @@ void time_cell(int64_t tokens, int64_t width, int64_t seqlen, bool causal, bool 
     const double flops = 10.0 * elements * seqlen * (causal ? 0.5 : 1);
 #else
     const TensorView results[] = {forward.out};
-    launch.workspace = memory.take(FLASH_KERNEL_SYMBOL.workspace_bytes(forward, 1) + 1);
+    const int64_t workspace = FLASH_KERNEL_SYMBOL.workspace_bytes(forward, 1);
+    if (workspace) launch.workspace = memory.take(workspace);
     const auto run = [&] { FLASH_KERNEL_SYMBOL.launch(forward, 1, launch); };
     const double flops = 4.0 * elements * seqlen * (causal ? 0.5 : 1);
 #endif

@@ -64,18 +64,7 @@ def bias_for(attn_bias, seqlen_q, seqlen_k, dtype):
             f"flash_attn: attn_bias is {attn_bias.dtype}; it must be floating, to be added to the scores (a "
             "bool mask is an attn_mask)"
         )
-    bias = four_dimensions("attn_bias", attn_bias, seqlen_q, seqlen_k).to(dtype)
-    return _aligned(bias) if bias.is_cuda else bias
-
-
-def _aligned(bias):
-    """With rows that begin at multiples of 16 bytes, as Hopper's kernels copy them: a copy, if need be."""
-    *strides, last = bias.stride()
-    width, seqlen_k = 16 // bias.element_size(), bias.shape[3]
-    begins = [bias.storage_offset(), *(n for size, n in zip(bias.shape, strides) if size > 1)]
-    if last == 1 and all(begin % width == 0 for begin in begins):
-        return bias
-    return torch.nn.functional.pad(bias, (0, -seqlen_k % width)).contiguous()[..., :seqlen_k]
+    return four_dimensions("attn_bias", attn_bias, seqlen_q, seqlen_k).to(dtype)
 
 
 def _check_is_tensor(name, value, needed):

@@ -120,10 +120,12 @@ def _plans(sizes, device):
 
 
 def _strides(bias):
-    """Of batch entries, heads and rows, 0 of what is shared; None without a bias."""
+    """Of batch entries, heads and rows as kernels get them, rows of 16 bytes; None without a bias."""
     if bias is None:
         return None
-    return tuple(0 if size == 1 else stride for size, stride in zip(bias.shape[:3], bias.stride()))
+    batch, heads, rows, keys = bias.shape
+    row = -(-keys // 8) * 8
+    return (batch > 1) * heads * rows * row, (heads > 1) * rows * row, (rows > 1) * row
 
 
 def explain(

@@ -175,6 +175,7 @@ def registry(compiled, architectures, toolkit, kernel_h):
 # 12.0) and, in the forward, for biases.
 ROWS = [
     Row("sm90", "forward", HALVES, HopperForward(64, 128, warpgroups=3, stages=4, query_buffers=2)),
+    Row("sm90", "forward", HALVES, HopperForward(64, 128, warpgroups=2, stages=4, query_buffers=2)),
     Row("sm90", "forward", HALVES,
         HopperForward(64, 128, warpgroups=2, stages=4, query_buffers=2, transformed=True)),
     Row("sm90", "forward", HALVES,

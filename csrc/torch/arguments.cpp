@@ -257,11 +257,22 @@ ScoreMatrix Arguments::score_matrix(const char* name, const OptionalTensor& tens
           problem.heads_q, ", 1 or ", problem.seqlen_q, ", ", columns, "]");
     bool kept_as_is =
         (columns <= 1 || tensor->stride(3) == 1) && tensor->stride(2) < int64_t(1) << 31;  // kernels' strides
-    if (dtype == ScalarType::Int) {  // bits are read four words at a time
+    // Bits are read 16 bytes at a time, and on a GPU a bias, too.
+    const bool aligned = dtype == ScalarType::Int || tensor->is_cuda();
+    const int64_t width = 16 / int64_t(tensor->element_size());
+    if (aligned) {
         kept_as_is &= reinterpret_cast<uintptr_t>(tensor->data_ptr()) % 16 == 0;
-        for (int i = 0; i < 3; ++i) kept_as_is &= tensor->size(i) == 1 || tensor->stride(i) % 4 == 0;
+        for (int i = 0; i < 3; ++i) kept_as_is &= tensor->size(i) == 1 || tensor->stride(i) % width == 0;
     }
-    kept_.push_back(kept_as_is ? *tensor : torch::stable::contiguous(*tensor));
+    if (kept_as_is) {
+        kept_.push_back(*tensor);
+    } else {
+        const int64_t room = aligned ? (columns + width - 1) / width * width : columns;
+        Tensor padded = new_empty(*tensor, {tensor->size(0), tensor->size(1), tensor->size(2), room}, dtype);
+        Tensor rows = torch::stable::narrow(padded, 3, 0, columns);
+        torch::stable::copy_(rows, *tensor);
+        kept_.push_back(rows);
+    }
     return score_matrix_of(kept_.back());
 }
 

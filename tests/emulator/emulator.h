@@ -222,6 +222,15 @@ inline int __any_sync(unsigned, int mine) {
     });
     return mine;
 }
+inline unsigned __reduce_or_sync(unsigned, unsigned mine) {
+    emulator::with_warp(mine, [](unsigned* const* lanes) {
+        unsigned bits = 0;
+        for (int lane = 0; lane < emulator::kLanes; ++lane) bits |= lanes[lane] ? *lanes[lane] : 0;
+        for (int lane = 0; lane < emulator::kLanes; ++lane)
+            if (lanes[lane]) *lanes[lane] = bits;
+    });
+    return mine;
+}
 inline unsigned __ballot_sync(unsigned, int mine) {
     emulator::with_warp(mine, [](int* const* lanes) {
         unsigned votes = 0;

@@ -178,7 +178,7 @@ void launch(const BackwardProblem& problem, const Launch& launch) {
     compute_delta(problem, statistics, launch);
     constexpr int query_tile = kConfiguration.query_tile, key_tile = kConfiguration.key_tile;
     // By a counter, since blocks in step would add to the same sums at the same time.
-    const TileQueue queue(walk.keys, walk.whole_units() ? walk.keys.heads() : walk.keys.count(),
+    const TileQueue queue(walk.keys, walk.whole_units() ? walk.keys.heads() : walk.keys.count(), 0,
                           launch.workspace, walk.has_turns());
     const BackwardMaps maps =
         maps_of(problem, statistics, kDType, query_tile, key_tile, kConfiguration.biased);

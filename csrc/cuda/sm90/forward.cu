@@ -46,6 +46,9 @@ __global__ void __launch_bounds__(kConfiguration.threads(), 1)
 
 const char* why_not(const ForwardProblem& problem, const Device& device) {
     if (const char* lack = lacks(problem, kConfiguration.transformed, kConfiguration.biased)) return lack;
+    // Of so few the last tile of a head would often have too few for all warpgroups.
+    if (kConfiguration.warpgroups == 3 && problem.window_right >= 0 && problem.seqlen_k <= 1280)
+        return "under a diagonal it is for more keys";
     // A warpgroup's queries lie in one block, a block of keys is whole tiles.
     const BlockLists& lists = problem.key_blocks;
     if (lists.counts && (lists.column_block % kConfiguration.key_tile != 0 || lists.row_block % 64 != 0))
@@ -83,7 +86,7 @@ void launch(const ForwardProblem& problem, int, const Launch& launch) {
     const float unit = score_unit(problem, kConfiguration.transformed);
     const double natural = kConfiguration.transformed ? 1 / GpuMath::unit : problem.softmax_scale / unit;
     const RowTiling tiling = tiling_of(problem, launch.device);
-    const TileQueue queue(tiling, tiling.count(), launch.workspace);
+    const TileQueue queue(tiling, tiling.count(), tiles_ahead(problem, kConfiguration), launch.workspace);
     const ForwardMaps maps{
         tensor_map(queries_of(problem, problem.q, problem.head_dim), kDType, 64),
         tensor_map(keys_of(problem, problem.k, problem.head_dim), kDType, kConfiguration.key_tile),

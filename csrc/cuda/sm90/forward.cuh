@@ -371,14 +371,6 @@ class ForwardConsumer {
             part.template add_to<false>(s);
         mbarrier_arrive_warp(shared_address(&shared_.bias.empty[warpgroup_]));
     }
-    // For where it is rarely asked.
-    __device__ __forceinline__ bool bias_hides(const ForwardPlan& plan, Position query, Position key) const {
-        if constexpr (!c.biased) return false;
-        const auto* const row = row_of<const Bits<dtype>>(problem_.bias, plan.tile.batch, plan.tile.head,
-                                                          min(query, Position(problem_.seqlen_q) - 1));
-        return hides_a_score(unpack<dtype>(row[key]).x);
-    }
-
     __device__ __forceinline__ void exponentiate_row(Scores& s, int r, float unit) {
         float reference = softmax_.rows[r].reference(), sum = softmax_.rows[r].row_sum;
 #pragma unroll
@@ -430,16 +422,7 @@ class ForwardConsumer {
         barrier_of<c.consumers()>(kConsumers);
 #pragma unroll
         for (int r = 0; r < Scores::rows; ++r) {
-            const Interval keys = visible(plan, note, warpgroup_, query(plan, r));
-            bool sees = false;
-#pragma unroll 1
-            for (Position key = keys.begin; key < keys.end; ++key) {
-                const int j = key - note.first;
-                sees |= (shared_.bad_keys[j / 32] >> j % 32 & 1) &&
-                        !(note.flags & KeyNote::partial && plan.bits.hides(query(plan, r), key)) &&
-                        !bias_hides(plan, query(plan, r), key);
-            }
-            if (sees)
+            if (sees_bad_key<dtype, c>(problem_, plan, note, warpgroup_, query(plan, r), shared_.bad_keys))
 #pragma unroll
                 for (int column = 0; column < Output::columns; ++column)
                     out_.at(r, column) = __int_as_float(0x7fffffff);

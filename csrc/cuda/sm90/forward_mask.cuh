@@ -4,6 +4,7 @@
 #include "../../attention/online_softmax.h"
 #include "../tile/fragment.h"
 #include "../tile/gpu_math.h"
+#include "bias_tile.cuh"
 #include "forward_plan.cuh"
 
 namespace flash::cuda::sm90 {
@@ -37,6 +38,27 @@ __device__ __forceinline__ void mask_scores(Scores& s, const ForwardPlan& plan, 
             if (!(shown >> column % 32 & 1)) s.at(r, column) = OnlineSoftmax<GpuMath>::minus_infinity();
         }
     }
+}
+
+// Does the query see a key of those whose bits are set, of the tile of keys? For where it is rarely asked.
+template <DType dtype, ForwardConfiguration c>
+__device__ __forceinline__ bool sees_bad_key(const ForwardProblem& problem, const ForwardPlan& plan,
+                                             const KeyNote& note, int warpgroup, Position query,
+                                             const uint32_t (&bad_keys)[(c.key_tile + 31) / 32]) {
+    const Interval keys = visible(plan, note, warpgroup, query);
+    const Bits<dtype>* bias = nullptr;
+    if constexpr (c.biased)
+        bias = row_of<const Bits<dtype>>(problem.bias, plan.tile.batch, plan.tile.head,
+                                         min(query, Position(problem.seqlen_q) - 1));
+    bool sees = false;
+#pragma unroll 1
+    for (Position key = keys.begin; key < keys.end; ++key) {
+        const int j = key - note.first;
+        sees |= (bad_keys[j / 32] >> j % 32 & 1) &&
+                !(note.flags & KeyNote::partial && plan.bits.hides(query, key)) &&
+                !(c.biased && hides_a_score(unpack<dtype>(bias[key]).x));
+    }
+    return sees;
 }
 
 }  // namespace flash::cuda::sm90

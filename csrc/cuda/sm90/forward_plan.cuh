@@ -23,6 +23,12 @@ struct ForwardConfiguration {
     constexpr int threads() const { return consumers() + 128; }
 };
 
+// How many tiles of queries a block takes beyond the one whose last keys it asks for (TileQueue): of those
+// with few keys one, since a tile would else be wanted before it is planned and copied.
+inline uint32_t tiles_ahead(const ForwardProblem& problem, const ForwardConfiguration& c) {
+    return problem.seqlen_k <= 10 * c.key_tile;
+}
+
 // A tile of keys, beside its stage. A warpgroup's flags are in bits of its own.
 struct alignas(16) KeyNote {
     static constexpr uint32_t masked = 1, hidden = 2, last = 4;  // to a warpgroup; last that it sees
@@ -36,6 +42,9 @@ struct alignas(16) KeyNote {
     Interval seen;  // what of it exists and some row sees
     uint32_t flags;
 
+    static constexpr uint32_t of_each(uint32_t flags, int warpgroups) {
+        return warpgroups ? flags | of_each(flags, warpgroups - 1) << kBits : 0;
+    }
     // The warpgroup's flags, and those of all.
     __device__ __forceinline__ static uint32_t flags_of(uint32_t flags, int warpgroup) {
         return (flags >> kBits * warpgroup & ((1 << kBits) - 1)) | (flags & ~0xffffu);
@@ -62,7 +71,7 @@ struct ForwardPlan {
     VisibleBits bits;
     KeyPlace start, places[2];  // of values, of keys
     // Of a warpgroup's queries: what some of them see, and what all do.
-    struct Sight {
+    struct alignas(16) Sight {
         Interval some, all;
     } sights[3];
 
@@ -89,12 +98,12 @@ struct ForwardPlan {
             }
             sights[i] = sight;
             visits = !sight.some.empty();
-            BlockList list{nullptr, 0, 1};
-            if (visits && map.counts) {
-                list = block_list_of(map, tile.batch, tile.head, rows.begin).within(sight.some);
+            if (map.counts) {
+                BlockList list{nullptr, 0, 1};
+                if (visits) list = block_list_of(map, tile.batch, tile.head, rows.begin).within(sight.some);
                 visits = list.count > 0;
+                start.blocks.set(i, list);
             }
-            start.blocks.set(i, list);
         }
         const uint32_t visitors = __ballot_sync(0xffffffff, visits);
         if (i == 0) {
@@ -115,41 +124,35 @@ struct ForwardPlan {
         return tile.unowned ? Interval(0, 0) : mask.keys_of(query);
     }
 
-    // Of a tile of keys. of: whose it is; next: what is walked behind it.
+    // Of a tile of keys. of: whose it is; walk, place: what follows it. By a warp, of which lane i looks
+    // after warpgroup i.
     template <ForwardConfiguration c>
     __device__ __forceinline__ KeyNote note(Position first, const ListedBlock& of,
-                                            const KeyPlace& next) const {
+                                            const KeyWalk<c.key_tile>& walk, const KeyPlace& place) const {
         const Interval keys(first, first + c.key_tile);
-        const uint32_t later = next.of.lists | next.blocks.unfinished();
-        const bool end = next.keys.empty();
-        uint32_t flags = (end ? KeyNote::end : 0) | (careful ? KeyNote::careful : 0) |
-                         (of.partial && bits.rows ? KeyNote::partial : 0);
-        uint32_t all = 0;  // of any warpgroup
-#pragma unroll
-        for (int i = 0; i < c.warpgroups; ++i) {
-            const Sight& sight = sights[i];
-            const bool listed = of.lists >> i & 1;
-            const bool more = keys.end < sight.some.end && later >> i & 1;
-            uint32_t mine = 0;
-            if (of.partial >> i & 1 || keys.begin < sight.all.begin || keys.end > sight.all.end)
-                mine |= KeyNote::masked;
-            if (careful) {
-                mine |= end ? KeyNote::last : 0;
-                if (!listed) mine |= KeyNote::absent | (sight.some.empty() ? 0 : KeyNote::masked);
-            } else if (!listed || intersection(keys, sight.some).empty()) {
-                mine |= KeyNote::hidden;
-            } else if (!more) {
-                mine |= KeyNote::last;
-            } else if (!(next.of.lists >> i & 1)) {
-                mine |= KeyNote::gap;
-            }
-            flags |= mine << KeyNote::kBits * i;
-            all |= mine;
+        const int i = lane_index() < c.warpgroups ? lane_index() : 0;
+        const Sight sight = sights[i];
+        const bool listed = of.lists >> i & 1, end = !walk.more();
+        const bool more = keys.end < sight.some.end && walk.later(place) >> i & 1;
+        uint32_t mine = 0;
+        if (of.partial >> i & 1 || keys.begin < sight.all.begin || keys.end > sight.all.end)
+            mine |= KeyNote::masked;
+        if (careful) {
+            mine |= end ? KeyNote::last : 0;
+            if (!listed) mine |= KeyNote::absent | (sight.some.empty() ? 0 : KeyNote::masked);
+        } else if (!listed || intersection(keys, sight.some).empty()) {
+            mine |= KeyNote::hidden;
+        } else if (!more) {
+            mine |= KeyNote::last;
+        } else if (!(walk.of(place).lists >> i & 1)) {
+            mine |= KeyNote::gap;
         }
+        uint32_t flags = __reduce_or_sync(0xffffffff, mine << KeyNote::kBits * i);
         // They take care together. What a bias hides may be anywhere.
-        if (careful && (c.biased || all & KeyNote::masked))
-#pragma unroll
-            for (int i = 0; i < c.warpgroups; ++i) flags |= KeyNote::masked << KeyNote::kBits * i;
+        constexpr uint32_t each = KeyNote::of_each(KeyNote::masked, c.warpgroups);
+        if (careful && (c.biased || flags & each)) flags |= each;
+        flags |= (end ? KeyNote::end : 0) | (careful ? KeyNote::careful : 0) |
+                 (of.partial && bits.rows ? KeyNote::partial : 0);
         return {first, intersection(keys, start.visited), flags};
     }
 };
@@ -188,7 +191,7 @@ struct ForwardShared {
     KeyNote notes[2 * c.stages];  // read until the values are multiplied, when the keys are long gone
     ForwardPlan plans[kPlans];
     uint64_t planned[kPlans], done[kPlans];
-    uint64_t walked;  // the plan's keys have all been asked for
+    uint64_t walked[kPlans];  // the plan's keys have all been asked for
     uint32_t bad_keys[(c.key_tile + 31) / 32];
     ForwardBias<c> bias;
 
@@ -201,9 +204,9 @@ struct ForwardShared {
                 mbarrier_init(shared_address(&q_full[i][j]), 1);
                 mbarrier_init(shared_address(&q_empty[i][j]), 4 * kWarpArrivals);
             }
-        mbarrier_init(shared_address(&walked), 1);
         for (int i = 0; i < kPlans; ++i) {
             mbarrier_init(shared_address(&planned[i]), 1);
+            mbarrier_init(shared_address(&walked[i]), 1);
             mbarrier_init(shared_address(&done[i]), (c.warpgroups * 4 + bias.producers) * kWarpArrivals);
             plans[i].redo = false;
         }

@@ -20,7 +20,12 @@ class ForwardPlanner {
   public:
     __device__ ForwardPlanner(const ForwardProblem& problem, const ForwardMaps& maps, const TileQueue& queue,
                               ForwardShared<c>& shared)
-        : problem_(problem), maps_(maps), tiling_(queue.tiling), queue_(queue), shared_(shared) {}
+        : problem_(problem),
+          maps_(maps),
+          tiling_(queue.tiling),
+          ahead_(queue.ahead),
+          queue_(queue),
+          shared_(shared) {}
 
     // A whole warp.
     __device__ void run() {
@@ -28,7 +33,8 @@ class ForwardPlanner {
         for (uint32_t n = 0, nothing = 0; nothing <= kPlans; ++n) {
             ForwardPlan& plan = shared_.plans[n % kPlans];
             mbarrier_wait(in_ring(shared_.done, n), parity(shared_.done, n) ^ 1);
-            if (n > 0) mbarrier_wait(shared_address(&shared_.walked), (n - 1) % 2);
+            const uint32_t behind = n - 1 - ahead_;
+            if (n > ahead_) mbarrier_wait(in_ring(shared_.walked, behind), parity(shared_.walked, behind));
             if (lane_index() == 0) decide(plan, nothing == kPlans);
             __syncwarp();
             nothing = plan.work == Work::tile ? 0 : nothing + 1;
@@ -71,6 +77,7 @@ class ForwardPlanner {
     const ForwardProblem& problem_;
     const ForwardMaps& maps_;
     const RowTiling& tiling_;
+    const uint32_t& ahead_;
     TileQueue::Reader queue_;
     bool more_ = true;  // in the queue
     ForwardShared<c>& shared_;
@@ -98,10 +105,10 @@ class ForwardProducer {
     template <bool kKeys>
     __device__ __forceinline__ void copy_tiles() {
         uint32_t tile = 0;  // of all that the block does
-        each_plan([&](ForwardPlan& plan, uint32_t) {
+        each_plan([&](ForwardPlan& plan, uint32_t n) {
             if (plan.work == Work::tile) copy_plan<kKeys>(plan, tile);
             __syncwarp();  // all lanes have seen that the plan is made
-            if (kKeys && lane_index() == 0) mbarrier_arrive(shared_address(&shared_.walked));
+            if (kKeys && lane_index() == 0) mbarrier_arrive(in_ring(shared_.walked, n));
         });
     }
 
@@ -122,9 +129,9 @@ class ForwardProducer {
         KeyPlace& place = shared_.bias.place;
         for (KeyWalk<c.key_tile> walk(place, plan.start); walk.more();) {
             const Position first = walk.first();
-            const ListedBlock of = place.of;
+            const ListedBlock of = walk.of(place);
             walk.advance(place);
-            const uint32_t flags = plan.template note<c>(first, of, place).flags;
+            const uint32_t flags = plan.template note<c>(first, of, walk, place).flags;
 #pragma unroll
             for (int i = 0; i < c.warpgroups; ++i) {
                 if (KeyNote::flags_of(flags, i) & KeyNote::hidden) continue;
@@ -140,38 +147,41 @@ class ForwardProducer {
     }
 
     // The plan's tiles of keys, or of values, from the block's tile-th on; tile becomes the next plan's first
-    // one.
+    // one. All that is read in shared memory is read before a stage is waited for.
     template <bool kKeys>
     __device__ __forceinline__ void copy_plan(ForwardPlan& plan, uint32_t& tile) {
         KeyPlace& place = plan.places[kKeys];
+        const int row = int(plan.tile.sequence.first_key_row), head = int(plan.tile.key_head);
+        const int batch = tensor_batch(problem_.cu_seqlens_k, plan.tile);
         for (KeyWalk<c.key_tile> walk(place, plan.start); walk.more(); ++tile) {
             const Position first = walk.first();
-            const ListedBlock of = place.of;
+            const ListedBlock of = walk.of(place);
             walk.advance(place);
-            const auto note = [&] { shared_.note(tile) = plan.template note<c>(first, of, place); };
-            if constexpr (kKeys)
-                copy(plan, tile, first, shared_.k, maps_.k, shared_.k_full, shared_.k_empty, note);
-            else
-                copy(plan, tile, first, shared_.v, maps_.v, shared_.v_full, shared_.v_empty, [] {});
+            if constexpr (kKeys) {
+                const KeyNote note = plan.template note<c>(first, of, walk, place);
+                mbarrier_wait(in_ring(shared_.k_empty, tile), parity(shared_.k_empty, tile) ^ 1);
+                if (lane_index() == 0) {
+                    load_keys(shared_.k[tile % c.stages], maps_.k, in_ring(shared_.k_full, tile), row + first,
+                              head, batch);
+                    shared_.note(tile) = note;
+                    mbarrier_arrive(in_ring(shared_.k_full, tile));
+                }
+            } else {
+                mbarrier_wait(in_ring(shared_.v_empty, tile), parity(shared_.v_empty, tile) ^ 1);
+                if (lane_index() == 0) {
+                    load_keys(shared_.v[tile % c.stages], maps_.v, in_ring(shared_.v_full, tile), row + first,
+                              head, batch);
+                    mbarrier_arrive(in_ring(shared_.v_full, tile));
+                }
+            }
+            __syncwarp();
         }
     }
 
-    // note: what to do while the copy is on its way, and before anybody sees that it has come.
-    template <class Note>
-    __device__ __forceinline__ void copy(const ForwardPlan& plan, uint32_t tile, Position first,
-                                         const char (&tiles)[c.stages][ForwardShared<c>::key_bytes],
-                                         const CUtensorMap& map, const uint64_t (&full)[c.stages],
-                                         const uint64_t (&empty)[c.stages], const Note& note) {
-        mbarrier_wait(in_ring(empty, tile), parity(empty, tile) ^ 1);
-        if (lane_index() == 0) {
-            const RowTile& of = plan.tile;
-            load_rows<c.key_tile, c.key_tile, c.head_dim>(
-                tiles[tile % c.stages], map, in_ring(full, tile), int(of.sequence.first_key_row) + first,
-                int(of.key_head), tensor_batch(problem_.cu_seqlens_k, of));
-            note();
-            mbarrier_arrive(in_ring(full, tile));
-        }
-        __syncwarp();
+    // By one thread, which has yet to arrive.
+    __device__ __forceinline__ static void load_keys(const char* to, const CUtensorMap& map, uint32_t full,
+                                                     int row, int head, int batch) {
+        load_rows<c.key_tile, c.key_tile, c.head_dim>(to, map, full, row, head, batch);
     }
 
     const ForwardProblem& problem_;

@@ -15,13 +15,15 @@ struct KeyPlace {
     Interval visited;  // begins with a tile
     Interval keys;     // empty at the end
     ListedBlock of;    // whose they are
+    bool mapped;
 
     // The blocks are set, if there is a map.
     __device__ void start(Interval all, const BlockLists& map) {
         visited = keys = all;
         of = {0, ~0u, 0};
         block = Position(map.column_block);
-        if (map.counts) next();
+        mapped = map.counts;
+        if (mapped) next();
     }
 
     __device__ __forceinline__ void next() {
@@ -30,24 +32,35 @@ struct KeyPlace {
     }
 };
 
-// Every call is given the warp's place: a reference kept would be two registers. Blocks of a map are whole
+// Every call is given the warp's place: a reference kept would be two registers. It is of use under a map
+// only: what a warp reads in shared memory it may wait for as long as products do. Blocks of a map are whole
 // tiles.
 template <int kTile>
 class KeyWalk {
   public:
     // From `start` on. The warp's place becomes a copy.
-    __device__ __forceinline__ KeyWalk(KeyPlace& place, const KeyPlace& start) {
-        if (lane_index() == 0) place = start;
-        __syncwarp();
+    __device__ __forceinline__ KeyWalk(KeyPlace& place, const KeyPlace& start) : mapped_(start.mapped) {
+        if (mapped_) {
+            if (lane_index() == 0) place = start;
+            __syncwarp();
+        }
         enter(start);
     }
 
     __device__ __forceinline__ bool more() const { return first_ < end_; }
     __device__ __forceinline__ Position first() const { return first_; }
+    // Whose the tile is.
+    __device__ __forceinline__ ListedBlock of(const KeyPlace& place) const {
+        return mapped_ ? place.of : ListedBlock{0, ~0u, 0};
+    }
+    // Who has some of what follows it, too.
+    __device__ __forceinline__ uint32_t later(const KeyPlace& place) const {
+        return mapped_ ? place.of.lists | place.blocks.unfinished() : ~0u;
+    }
 
     __device__ __forceinline__ void advance(KeyPlace& place) {
         first_ += kTile;
-        if (first_ < end_) return;
+        if (first_ < end_ || !mapped_) return;
         __syncwarp();
         if (lane_index() == 0) place.next();
         __syncwarp();
@@ -61,6 +74,7 @@ class KeyWalk {
     }
 
     Position first_, end_;
+    const bool mapped_;
 };
 
 }  // namespace flash::cuda::sm90

@@ -58,7 +58,7 @@ struct QueryGradientShared {
     uint32_t looked_at[c.warpgroups];  // the warpgroup's last tile of keys that it had to look at, from 1 on
     ForwardPlan plans[kPlans];
     uint64_t planned[kPlans], done[kPlans];
-    uint64_t walked;  // the plan's keys have all been asked for
+    uint64_t walked[kPlans];  // the plan's keys have all been asked for
 
     // By one thread.
     __device__ void start() {
@@ -67,9 +67,9 @@ struct QueryGradientShared {
             mbarrier_init(shared_address(&q_empty[i]), 4 * kWarpArrivals);
             looked_at[i] = 0;
         }
-        mbarrier_init(shared_address(&walked), 1);
         for (int i = 0; i < kPlans; ++i) {
             mbarrier_init(shared_address(&planned[i]), 1);
+            mbarrier_init(shared_address(&walked[i]), 1);
             mbarrier_init(shared_address(&done[i]), c.warpgroups * 4 * kWarpArrivals);
         }
         for (int i = 0; i < c.stages; ++i) {
@@ -96,7 +96,9 @@ class QueryGradientProducer {
         for (uint32_t n = 0;; ++n) {
             ForwardPlan& plan = shared_.plans[n % kPlans];
             mbarrier_wait(in_ring(shared_.done, n), parity(shared_.done, n) ^ 1);
-            if (n > 0) mbarrier_wait(shared_address(&shared_.walked), (n - 1) % 2);
+            const uint32_t behind = n - 1 - queue_.ahead;
+            if (n > queue_.ahead)
+                mbarrier_wait(in_ring(shared_.walked, behind), parity(shared_.walked, behind));
             if (lane_index() == 0) decide(queue, plan);
             __syncwarp();
             if (plan.work == Work::tile) plan.make(problem_, c);
@@ -170,12 +172,12 @@ class QueryGradientProducer {
             KeyPlace& place = plan.places[kKeys];
             for (KeyWalk<c.key_tile> walk(place, plan.start); walk.more(); ++tile) {
                 const Position first = walk.first();
-                const ListedBlock of = place.of;
+                const ListedBlock of = walk.of(place);
                 walk.advance(place);
-                copy(plan, tile, first, plan.template note<c>(first, of, place));
+                copy(plan, tile, first, plan.template note<c>(first, of, walk, place));
                 __syncwarp();
             }
-            if (kKeys && lane_index() == 0) mbarrier_arrive(shared_address(&shared_.walked));
+            if (kKeys && lane_index() == 0) mbarrier_arrive(in_ring(shared_.walked, n));
         }
     }
 

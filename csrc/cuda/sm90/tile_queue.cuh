@@ -32,18 +32,23 @@ inline uint64_t new_ticket() {
 class TileQueue {
   public:
     static constexpr int64_t workspace_bytes = sizeof(TileCounter);
+    static constexpr uint32_t kMostAhead = 2;  // of those that know what is theirs
 
-    // Under a mask, and in packed sequences, tiles take different times.
+    // Under a mask, and in packed sequences, tiles take different times; and where a block does several, the
+    // last tiles of heads, which have fewer queries, and what memory takes make enough of a difference.
     static bool needs_counter(const ForwardProblem& problem) {
-        return problem.window_left >= 0 || problem.window_right >= 0 || problem.cu_seqlens_q ||
-               problem.cu_seqlens_k || problem.key_blocks.counts || problem.query_blocks.counts;
+        return problem.batch * problem.heads_q * problem.seqlen_q > 1 << 16 || problem.window_left >= 0 ||
+               problem.window_right >= 0 || problem.cu_seqlens_q || problem.cu_seqlens_k ||
+               problem.key_blocks.counts || problem.query_blocks.counts;
     }
 
     // On the host. counter == nullptr: block b of n takes the tiles b, 2n - 1 - b, 2n + b, ...
-    // count: of tiles, or of what else blocks take. strict: a tile is taken by a block that runs when all
-    // before it have been; else block b's first tile is b, whenever it runs.
-    TileQueue(const RowTiling& tiling, int64_t count, void* counter, bool strict = false)
+    // count: of tiles, or of what else blocks take. ahead: how many of them a block takes before it wants
+    // them; what it has taken no other can do for it at the end. strict: a tile is taken by a block that runs
+    // when all before it have been; else block b's first tile is b, whenever it runs.
+    TileQueue(const RowTiling& tiling, int64_t count, uint32_t ahead, void* counter, bool strict = false)
         : tiling(tiling),
+          ahead(counter ? ahead : kMostAhead),
           strict_(strict),
           count_(uint32_t(count)),
           counter_(static_cast<TileCounter*>(counter)),
@@ -54,9 +59,7 @@ class TileQueue {
       public:
         __device__ explicit Reader(const TileQueue& queue) : queue_(queue) {}
 
-        // The next tile's number, for tiling(); false at the end, and then not to be called again. To be
-        // asked when the tile is wanted, and no earlier: what a block has taken no other can do for it at the
-        // end.
+        // The next tile's number, for tiling(); false at the end, and then not to be called again.
         __device__ bool take(uint32_t& index) {
             if (taken_ == 0) start();
             index = taken_ > 0 || queue_.strict_ ? following() : blockIdx.x;
@@ -91,6 +94,7 @@ class TileQueue {
     };
 
     const RowTiling tiling;
+    const uint32_t ahead;
 
   private:
     bool strict_;

@@ -117,7 +117,7 @@ void launch(const BackwardProblem& problem, const Launch& launch) {
     const RowTiling keys = RowTiling::of_keys(forward, key_tile, launch.device.l2_bytes / 3);
     const DqSums no_sums = DqSums::of_places(RowTiling::of_queries(forward, query_tile, 0), 1, 1, 0, 1);
     launch_walk(attention_key_gradients, keys, sizeof(Shared), launch, problem, maps, statistics,
-                TileQueue(keys, keys.count(), counters), no_sums, unit);
+                TileQueue(keys, keys.count(), 0, counters), no_sums, unit);
 
     const RowTiling queries = query_tiling(forward, launch.device);
     const QueryGradientMaps query_maps{
@@ -125,7 +125,9 @@ void launch(const BackwardProblem& problem, const Launch& launch) {
         tensor_map(queries_of(forward, problem.dout, forward.head_dim_v), kDType, 64), maps.k, maps.v};
     launch_walk(attention_query_gradient, queries, sizeof(QueryShared), launch, problem, query_maps,
                 statistics,
-                TileQueue(queries, queries.count(), counters + padded(TileQueue::workspace_bytes)), unit);
+                TileQueue(queries, queries.count(), tiles_ahead(forward, kQueries),
+                          counters + padded(TileQueue::workspace_bytes)),
+                unit);
 }
 
 }  // namespace
