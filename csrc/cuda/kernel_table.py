@@ -170,9 +170,9 @@ def registry(compiled, architectures, toolkit, kernel_h):
     return f"{text}}}  // namespace flash::cuda\n"
 
 
-# By head dims, of one Hopper's own first: what those refuse is not to go to a wider one. (96 is 128 to them.)
-# Later rows of a head dim are for chips with less shared memory (163 KiB a block on 8.0, 99 on 8.6, 8.9 and
-# 12.0) and, in the forward, for biases.
+# By head dims, of one Hopper's own first: what those refuse is not to go to a wider one, but for transformed
+# scores of 96, which 128's take. Later rows of a head dim are for chips with less shared memory (163 KiB a
+# block on 8.0, 99 on 8.6, 8.9 and 12.0) and, in the forward, for biases.
 ROWS = [
     Row("sm90", "forward", HALVES, HopperForward(64, 128, warpgroups=3, stages=4, query_buffers=2)),
     Row("sm90", "forward", HALVES, HopperForward(64, 128, warpgroups=2, stages=4, query_buffers=2)),
@@ -183,6 +183,9 @@ ROWS = [
     Row("sm80", "forward", HALVES,
         Forward(64, 128, 128, warps=4, blocks=2, bias=0, retries=1), from_keys=1024),
     Row("sm80", "forward", HALVES, Forward(64, 128, 64, warps=4, blocks=3, retries=1)),
+    Row("sm90", "forward", HALVES,
+        HopperForward(96, 176, warpgroups=2, stages=2, query_buffers=1), from_keys=4096),
+    Row("sm90", "forward", HALVES, HopperForward(96, 128, warpgroups=2, stages=2, query_buffers=2)),
     Row("sm90", "forward", HALVES,
         HopperForward(128, 176, warpgroups=2, stages=2, query_buffers=1), from_keys=4096),
     Row("sm90", "forward", HALVES, HopperForward(128, 128, warpgroups=2, stages=2, query_buffers=2)),
@@ -215,6 +218,7 @@ ROWS = [
     Row("sm80", "backward", HALVES,
         Backward(64, 128, 128, 8, 2, 1, score_rows=4, gradient_rows=4, dq_rows=4), from_keys=1024),
     Row("sm80", "backward", HALVES, Backward(64, 64, 64, 4, 2, 3, score_rows=2, gradient_rows=2, dq_rows=2)),
+    Row("sm90", "backward", HALVES, HopperBackward(96, 64, 128, stages=3)),
     Row("sm90", "backward", HALVES, HopperBackward(128, 64, 128, stages=3)),
     Row("sm90", "backward", HALVES, HopperBackward(128, 64, 128, stages=3, transformed=True)),
     Row("sm90", "backward", HALVES, HopperBackward(128, 64, 128, stages=2, transformed=True, biased=True)),

@@ -136,7 +136,7 @@ def test_biases_of_aligned_rows(dtype, head_dim, which):
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 def test_what_a_bias_hides_does_not_matter(head_dim, value):
     """Whatever lies behind it, in K, V, Q or dO: the rows that don't see it keep their bits."""
     given = case(HALF, head_dim, 150, 304)
@@ -201,7 +201,7 @@ def test_block_sparse(head_dim, block):
 
 @pytest.mark.parametrize("features", [{}, {"causal": True}, {"window_size": (150, 70)}], ids=str)
 @pytest.mark.parametrize("which", block_maps.LISTED)
-@pytest.mark.parametrize("head_dim,rows", [(64, 64), (64, 128), (64, 256), (128, 64), (128, 128)])
+@pytest.mark.parametrize("head_dim,rows", [(64, 64), (64, 128), (64, 256), (96, 128), (128, 64), (128, 128)])
 def test_lists_of_warpgroups(head_dim, rows, which, features):
     """A tile of queries lies in several rows of blocks."""
     given = case(HALF, head_dim, 450, 1100, num_heads_k=1, **features)
@@ -224,7 +224,7 @@ def test_lists_of_warpgroups(head_dim, rows, which, features):
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("bits", [False, True])
-@pytest.mark.parametrize("head_dim,rows", [(64, 64), (64, 128), (128, 64), (128, 128)])
+@pytest.mark.parametrize("head_dim,rows", [(64, 64), (64, 128), (96, 64), (128, 64), (128, 128)])
 def test_lists_of_warpgroups_with_care(head_dim, rows, bits, value):
     """What is not finite in a block that some warpgroups of a tile list: as zeros there for the others."""
     given = case(HALF, head_dim, 450, 900)
@@ -281,7 +281,7 @@ def test_scores_that_grow_along_the_keys(head_dim, dtype):
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 @pytest.mark.parametrize("softcap", [0, 2])
 def test_what_is_not_finite_stays_where_it_is_seen(softcap, head_dim, value):
     """NaN in keys, values and gradients behind the diagonal: bitwise as with zeros there."""
@@ -299,7 +299,7 @@ def test_what_is_not_finite_stays_where_it_is_seen(softcap, head_dim, value):
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 @pytest.mark.parametrize("softcap", [0, 2])
 def test_neighbours_that_are_not_finite(softcap, head_dim, value):
     """Of packed sequences, whose rows are in the same tiles: as zeros there."""
@@ -323,12 +323,12 @@ def test_neighbours_that_are_not_finite(softcap, head_dim, value):
             torch.testing.assert_close(clean[part], dirty[part], rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 def test_neighbours_queries_that_a_softcap_makes_finite(head_dim):
     check_neighbours_of_infinite_queries(HALF, head_dim, "cpu")
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 def test_bad_keys_are_forgotten(head_dim):
     """Packed sequences, of which some have keys that are not finite and some no queries."""
     lengths = [20, 0, 30], [40, 10, 50]
@@ -343,7 +343,7 @@ def test_bad_keys_are_forgotten(head_dim):
             assert gradient[begin:end].isfinite().all()
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 @pytest.mark.parametrize("seqlens", [(1, 300), (300, 1), (129, 255)], ids=str)
 def test_backward_of_many_heads_and_ragged_tiles(seqlens, head_dim):
     given = case(HALF, head_dim, *seqlens, num_heads=8, num_heads_k=1, causal=seqlens[0] == 129)
@@ -352,7 +352,7 @@ def test_backward_of_many_heads_and_ragged_tiles(seqlens, head_dim):
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("features", ["plain", "causal", "window", "packed"])
-@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 def test_backward_of_many_tiles_of_keys(head_dim, features, deterministic):
     """Each block takes several of them; where it can, all of a head."""
     given = case(HALF, head_dim, 260, 300, **{**FEATURES[features], "num_heads": 12, "num_heads_k": 12})

@@ -98,7 +98,7 @@ bool does_whole_units(const ForwardProblem& problem, const Device& device) {
     if (!every_query_sees_keys(problem) || problem.window_left >= 0) return false;
     const int64_t units = problem.batch * problem.heads_k;
     const int64_t blocks = device.multiprocessors, rounds = (units + blocks - 1) / blocks;
-    const int64_t unit_bytes = RowTiling::group_of(problem) * problem.seqlen_q * kConfiguration.head_dim * 8;
+    const int64_t unit_bytes = RowTiling::group_of(problem) * problem.seqlen_q * kConfiguration.columns() * 8;
     const bool fits = blocks * unit_bytes < device.l2_bytes * (problem.window_right >= 0 ? 5 : 3) / 4;
     return fits && units * 10 >= rounds * blocks * 9;
 }
@@ -145,7 +145,7 @@ struct Walk {
     DqSums sums(const ForwardProblem& problem, const Device& device) const {
         const RowTiling queries = RowTiling::of_queries(problem, kConfiguration.query_tile, 0);
         const int64_t group = RowTiling::group_of(problem);
-        constexpr int elements = kConfiguration.query_tile * kConfiguration.head_dim;
+        constexpr int elements = kConfiguration.query_tile * kConfiguration.columns();
         const float scale = float(problem.softmax_scale);
         const int64_t places = whole_units() ? blocks(device) : keys.heads();
         return in_walk() ? DqSums::of_places(queries, group, places, elements, scale)
@@ -188,7 +188,7 @@ void launch(const BackwardProblem& problem, const Launch& launch) {
                   walk.has_turns() ? reinterpret_cast<uint32_t*>(turns) : nullptr, walk.order,
                   score_unit(forward, kConfiguration.transformed));
     launch_kernel(FLASH_KERNEL_NAME, finish_dq, walk.dq_sums.unfinished_tiles(), kConfiguration.consumers,
-                  query_tile * kConfiguration.head_dim * 2, launch, problem, walk.dq_sums);
+                  query_tile * kConfiguration.columns() * 2, launch, problem, walk.dq_sums);
     if (problem.dbias.data) {
         BackwardProblem with_delta = problem;
         with_delta.delta = statistics.delta;

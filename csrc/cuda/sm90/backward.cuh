@@ -77,10 +77,10 @@ class BackwardConsumer {
     };
     using Dq = sm90::Dq<dtype, c>;
     // As the copies leave them.
-    using KeyTile = TileLayout<c.key_tile, c.head_dim, 2, kPanel>;
+    using KeyTile = TileLayout<c.key_tile, c.columns(), 2, kPanel>;
     using ScoreTile = TileLayout<c.key_tile, c.query_tile, 2, kPanel>;
     static_assert(c.warpgroups == 2 && c.key_tile == 64 * c.warpgroups &&
-                  c.query_tile * c.head_dim == 64 * 64 * c.warpgroups);
+                  c.query_tile * c.columns() == 64 * 64 * c.warpgroups);
 
     // lse of the next tile is read before its products start, which leave little of shared memory's time to
     // others; where registers suffice.
@@ -381,7 +381,7 @@ class BackwardConsumer {
         mbarrier_arrive_warp(shared_address(&shared_.dq_full[warpgroup_]));
         // The products give a warpgroup all rows first (start_dq).
         constexpr int row_warps = c.query_tile / 16;
-        const int warp = int(thread_) / 32, column = warp / row_warps * (c.head_dim / Dq::column_warps);
+        const int warp = int(thread_) / 32, column = warp / row_warps * (c.columns() / Dq::column_warps);
         rows.data += column;
         rows.head_dim -= column;
         store_rows<dtype>(rows, dq, first + warp % row_warps * 16, {0, plan.tile.sequence.seqlen_q});

@@ -7,6 +7,7 @@
 #include "../any/tile_walk.cuh"
 #include "../ptx/mbarrier.h"
 #include "ring.h"
+#include "tensor_map.h"
 #include "transformed_scores.cuh"
 
 namespace flash::cuda::sm90 {
@@ -19,6 +20,7 @@ struct BackwardConfiguration {
     static constexpr int warpgroups = 2;  // that compute
     static constexpr int consumers = 128 * warpgroups, threads = consumers + 128;
 
+    constexpr int columns() const { return in_whole_panels(head_dim); }
     // Or it has a walk of its own (query_gradient.cuh).
     constexpr bool adds_dq() const { return head_dim <= 128; }
     constexpr int adders() const { return adds_dq() ? warpgroups : 0; }  // warps
@@ -106,7 +108,7 @@ template <BackwardConfiguration c, bool kAddsDq = c.adds_dq()>
 struct BackwardExchange {
     static constexpr int kBuffers = c.biased && c.query_tile == 128 ? 1 : 2;
     alignas(1024) char ds[kBuffers][c.key_tile * c.query_tile * 2];  // dS^T
-    alignas(16) float dq[c.query_tile * c.head_dim];                 // on its way to the sums
+    alignas(16) float dq[c.query_tile * c.columns()];                // on its way to the sums
 };
 template <BackwardConfiguration c>
 struct BackwardExchange<c, false> {
@@ -133,7 +135,8 @@ struct BackwardBias<c, true> {
 
 template <BackwardConfiguration c>
 struct BackwardShared : BackwardExchange<c> {
-    static constexpr int key_bytes = c.key_tile * c.head_dim * 2, query_bytes = c.query_tile * c.head_dim * 2;
+    static constexpr int key_bytes = c.key_tile * c.columns() * 2;
+    static constexpr int query_bytes = c.query_tile * c.columns() * 2;
 
     alignas(1024) char k[key_bytes];
     alignas(1024) char v[key_bytes];

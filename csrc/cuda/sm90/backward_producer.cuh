@@ -139,7 +139,7 @@ class BackwardProducer {
 
   private:
     using Shared = BackwardShared<c>;
-    using QueryTile = TileLayout<c.query_tile, c.head_dim, 2, kPanel>;
+    using QueryTile = TileLayout<c.query_tile, c.columns(), 2, kPanel>;
 
     // By one thread. Others read the plan behind a barrier, its own warp behind __syncwarp.
     __device__ __forceinline__ void make_plan(TileQueue::Reader& queue, uint32_t tile) const {

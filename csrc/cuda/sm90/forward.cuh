@@ -75,17 +75,15 @@ class ForwardConsumer {
         OnlineSoftmax<GpuMath> rows[Scores::rows];
     };
     // As the copies leave it.
-    using ValueTile = TileLayout<c.key_tile, c.head_dim, 2, kPanel>;
+    using ValueTile = TileLayout<c.key_tile, c.columns(), 2, kPanel>;
 
     // Names of barriers: 0 is the block's.
     static constexpr int kTurns = 1, kConsumers = 1 + c.warpgroups;
     static constexpr int kTurnThreads = 256;  // those whose turn it is, and those who were before
     // Beside a note's flags: a row of the warp has no maximum yet.
     static constexpr uint32_t kUnsettled = 1u << 31;
-    // Of a row's exponentials, so many are prepared at once.
-    static constexpr int kAhead = 4;
-    // Scores whose rounding errors matter as exponents.
-    static constexpr float kHuge = 1 << 22;
+    static constexpr int kAhead = 4;         // so many of a row's exponentials are prepared at once
+    static constexpr float kHuge = 1 << 22;  // scores whose rounding errors matter as exponents
     // A sum of probabilities from which on their reference may be why the row is not finite.
     static constexpr float kLarge = dtype == DType::float16 ? 1 << 15 : 1 << 24;
     // And one from which on downwards probabilities are too small to be exact, as where ALiBi hides what the
@@ -309,14 +307,17 @@ class ForwardConsumer {
         const KeyNote& note = shared_.note(tile);
         if constexpr (c.transformed) transformed(plan, note).scale_and_cap(s);
         if constexpr (c.biased) add_bias(s, flags & KeyNote::careful);
+        bool wants_alibi = c.transformed;
         if (rarely((flags | unsettled_) & rare)) {
             if (flags & KeyNote::last) leave_queries(n);
             if (flags & KeyNote::masked)
                 mask_scores<c>(s, plan, note, warpgroup_, plan.tile.first + warp_row());
+            wants_alibi = c.transformed && !plan.template alibi_first<c>(warpgroup_);
+            if (c.transformed && !wants_alibi) transformed(plan, note).add_alibi(s);
             if (flags & KeyNote::careful) return exponentiate_carefully(s, rescale, plan, note);
             if (unsettled_) settle(s);
         }
-        if constexpr (c.transformed) transformed(plan, note).add_alibi(s);
+        if (wants_alibi) transformed(plan, note).add_alibi(s);
 #pragma unroll
         for (int r = 0; r < Scores::rows; ++r) exponentiate_row(s, r, score_unit_);
     }
@@ -331,7 +332,7 @@ class ForwardConsumer {
                 const float largest = row_maximum(s, r);
                 if (!plan.follows(warp_row() + Scores::row(r))) settle_row(r, largest);
             }
-            transformed(plan, note).add_alibi(s);
+            if (!plan.template alibi_first<c>(warpgroup_)) transformed(plan, note).add_alibi(s);
         }
 #pragma unroll
         for (int r = 0; r < Scores::rows; ++r) {

@@ -9,6 +9,7 @@
 #include "../tile/gpu_math.h"
 #include "key_walk.cuh"
 #include "ring.h"
+#include "tensor_map.h"
 
 namespace flash::cuda::sm90 {
 
@@ -18,6 +19,7 @@ struct ForwardConfiguration {
     bool transformed;  // scores have a softcap, ALiBi, or a scale that is not positive
     bool biased;       // or a bias, and perhaps those
 
+    constexpr int columns() const { return in_whole_panels(head_dim); }
     constexpr int queries() const { return 64 * warpgroups; }
     constexpr int consumers() const { return 128 * warpgroups; }
     constexpr int threads() const { return consumers() + 128; }
@@ -116,6 +118,14 @@ struct ForwardPlan {
         __syncwarp();
     }
 
+    // Whether a row's reference is a maximum with ALiBi, which makes the probability of a row's only key 1:
+    // if the warpgroup sees no other tile, whose keys could be much nearer.
+    template <ForwardConfiguration c>
+    __device__ __forceinline__ bool alibi_first(int warpgroup) const {
+        const Interval& some = sights[warpgroup].some;
+        return c.transformed && some.begin / c.key_tile == (some.end - 1) / c.key_tile;
+    }
+
     // row: of the tile.
     __device__ __forceinline__ bool follows(int row) const { return following[row / 32] >> row % 32 & 1; }
     __device__ __forceinline__ void follow(int row) { atomicOr(&following[row / 32], 1u << row % 32); }
@@ -181,7 +191,8 @@ struct ForwardBias<c, true> {
 
 template <ForwardConfiguration c>
 struct ForwardShared {
-    static constexpr int query_bytes = c.queries() * c.head_dim * 2, key_bytes = c.key_tile * c.head_dim * 2;
+    static constexpr int query_bytes = c.queries() * c.columns() * 2,
+                         key_bytes = c.key_tile * c.columns() * 2;
 
     alignas(1024) char q[c.query_buffers][query_bytes];
     alignas(1024) char k[c.stages][key_bytes];

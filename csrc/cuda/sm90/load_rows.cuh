@@ -10,12 +10,13 @@
 namespace flash::cuda::sm90 {
 
 // Rows of a head to rows of a tile in panels of kTileRows. By one thread, which has yet to arrive.
-template <int kRows, int kTileRows, int kColumns>
+template <int kRows, int kTileRows, int kHeadDim>
 __device__ __forceinline__ void load_rows(const char* to, const CUtensorMap& map, uint32_t barrier, int row,
                                           int head, int batch) {
-    mbarrier_expect(barrier, kRows * kColumns * 2);
+    constexpr int columns = in_whole_panels(kHeadDim);
+    mbarrier_expect(barrier, kRows * columns * 2);
 #pragma unroll
-    for (int panel = 0; panel < kColumns / kPanel; ++panel)
+    for (int panel = 0; panel < columns / kPanel; ++panel)
         tma_load(shared_address(to) + panel * kTileRows * 128, &map, barrier, panel * kPanel, row, head,
                  batch);
 }

@@ -12,6 +12,11 @@ namespace flash::cuda::sm90 {
 
 constexpr int kPanel = 64;  // 16-bit elements in a panel's row of 128 bytes
 
+// Columns of a tile of such rows in shared memory: what the tensor lacks of the last panel is zeros.
+constexpr int in_whole_panels(int head_dim) {
+    return (head_dim + kPanel - 1) / kPanel * kPanel;
+}
+
 // Rows of all heads: [batch, rows, heads, head_dim], batch 1 where sequences are packed.
 struct Rows {
     const TensorView& view;
