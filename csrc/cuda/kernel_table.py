@@ -103,6 +103,16 @@ class BiasGradient:
 
 
 @dataclass(frozen=True)
+class HopperBiasGradient:
+    """Fields and order of csrc/cuda/sm90/bias_gradient.cuh's configuration."""
+
+    head_dim: int
+    query_tile: int
+    key_tile: int
+    stages: int  # tiles in flight, of queries, keys, gradients and values together
+
+
+@dataclass(frozen=True)
 class Row:
     engine: str
     kernel: str  # "forward", "backward", "wide_backward", "query_gradient", ...; in <engine>/<kernel>.cu
@@ -132,13 +142,16 @@ class Row:
     def macros(self, dtype):
         """What the source is compiled with. In a header: nvcc loses quotes and splits commas in a -D."""
         fields = ", ".join(f".{name} = {value:d}" for name, value in asdict(self.configuration).items())
-        def first(kernel, head_dim=None):
-            symbols = [row.symbol(dtype) for row in ROWS if row.kernel == kernel and dtype in row.dtypes
-                       and head_dim in (None, row.configuration.head_dim)]
+        head_dim = self.configuration.head_dim
+
+        def first(kernel):
+            """Of the engine's own, for the head dim or the first one that is wide enough."""
+            symbols = [row.symbol(dtype) for row in ROWS if (row.engine, row.kernel) == (self.engine, kernel)
+                       and dtype in row.dtypes and head_dim <= row.configuration.head_dim]
             return symbols[0] if symbols else f"no_{kernel}"
 
         return {
-            "FLASH_QUERY_GRADIENT": first("query_gradient", self.configuration.head_dim),
+            "FLASH_QUERY_GRADIENT": first("query_gradient"),
             "FLASH_BIAS_GRADIENT": first("bias_gradient"),
             "FLASH_DTYPE": dtype,
             "FLASH_KERNEL_SYMBOL": self.symbol(dtype),
@@ -237,7 +250,9 @@ ROWS = [
     Row("sm80", "backward", SINGLE, Backward(64, 32, 64, 4, 2, 1, score_rows=2, gradient_rows=4, dq_rows=2)),
     Row("sm80", "backward", SINGLE, Backward(128, 32, 32, 4, 1, 1, score_rows=2, gradient_rows=2, dq_rows=2)),
     Row("sm80", "backward", SINGLE, Backward(256, 32, 32, 4, 1, 1, score_rows=2, gradient_rows=2, dq_rows=2)),
-    # A bias' gradient, for all head dims.
+    # A bias' gradient: Hopper's own for each head dim of its backward that takes one, the other for all.
+    Row("sm90", "bias_gradient", HALVES, HopperBiasGradient(64, 128, 128, stages=8)),
+    Row("sm90", "bias_gradient", HALVES, HopperBiasGradient(128, 128, 128, stages=5)),
     Row("sm80", "bias_gradient", HALVES + SINGLE, BiasGradient(256, 64, 64, warps=4)),
     # dQ of deterministic=True, for every head dim of the backward; 96 KiB at most.
     Row("sm80", "query_gradient", HALVES, QueryGradient(64, 128, 64, warps=4, stages=2, blocks=2)),
