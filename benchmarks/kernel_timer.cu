@@ -15,6 +15,7 @@
 namespace flash::cuda {
 void FLASH_QUERY_GRADIENT(const BackwardProblem&, const Launch&) {}
 void FLASH_BIAS_GRADIENT(const BackwardProblem&, const Launch&) {}
+void FLASH_BIAS_GRADIENT(const BackwardProblem&, const AlignedStatistics&, const Launch&) {}
 }  // namespace flash::cuda
 #endif
 

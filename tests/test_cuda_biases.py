@@ -1,11 +1,13 @@
 """Biases of scores at sizes that fill a GPU, so that Hopper's own kernels are taken."""
 
+import functools
+
 import pytest
 import torch
 
-import flash_attn
 from acceptance import Expected
 from attention_case import Case, check_empty_rows
+from bias_gradient import bias_gradient, check_bias_gradient
 from gpu import DEVICE, HALVES, assert_bitwise, deterministic_as_asked, needs_gpu  # noqa: F401
 
 pytestmark = [needs_gpu, pytest.mark.usefixtures("deterministic_as_asked")]
@@ -73,18 +75,52 @@ def test_same_bits_in_every_run(which, head_dim):
     assert_bitwise(*runs)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 192])
-@pytest.mark.parametrize("which", ["of each", "heads", "rows", "one", "odd"])
-def test_gradient(which, head_dim):
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("head_dim", [40, 64, 96, 128, 192])
+@pytest.mark.parametrize("which", BIASES)
+def test_gradient(which, head_dim, dtype):
     shape, features = BIASES[which]
-    case = case_of(torch.bfloat16, head_dim, **features)
-    q, k, v, dout = case.draw()
-    bias = torch.randn(shape, device=DEVICE).bfloat16()
-    leaf, exact = bias.clone().requires_grad_(), bias.double().requires_grad_()
-    flash_attn.flash_attn_func(q, k, v, attn_bias=leaf, **case.features()).backward(dout)
-    case.attend()(q.double(), k.double(), v.double(), attn_bias=exact)[0].backward(dout.double())
-    largest = float(exact.grad.abs().max())
-    torch.testing.assert_close(leaf.grad.double(), exact.grad, rtol=2e-2, atol=2e-2 * largest)
+    case = case_of(dtype, head_dim, **features)
+    for bias in (torch.randn(shape, device=DEVICE).to(dtype), hiding_bias(shape, dtype)):
+        check_bias_gradient(case, bias)
+
+
+@pytest.mark.parametrize("seqlens", [(1, 2000), (2000, 1), (129, 255), (1024, 1024), (3000, 640)], ids=str)
+@pytest.mark.parametrize("rows", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_gradient_of_other_sizes(head_dim, rows, seqlens):
+    """Fewer tiles than multiprocessors, and many; with a mask beside the bias."""
+    case = case_of(torch.bfloat16, head_dim, seqlen_q=seqlens[0], seqlen_k=seqlens[1], causal=True)
+    bias = torch.randn(1, 8, seqlens[0] if rows else 1, seqlens[1], device=DEVICE).bfloat16()
+    check_bias_gradient(case, bias)
+    check_bias_gradient(case, bias, torch.rand(2, 1, *seqlens, device=DEVICE) < 0.7)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 192])
+@pytest.mark.parametrize("which", BIASES)
+def test_same_bits_of_the_gradient(which, head_dim):
+    shape, features = BIASES[which]
+    case, bias = case_of(torch.bfloat16, head_dim, **features), hiding_bias(shape, torch.bfloat16)
+    inputs, dlse = case.draw(), case.draw_dlse()
+    attend = functools.partial(case.call, return_attn_probs=True)
+    first = bias_gradient(attend, bias, inputs, dlse)
+    for _ in range(3):
+        assert torch.equal(bias_gradient(attend, bias, inputs, dlse), first)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("head_dim", [64, 128, 192])
+def test_what_a_bias_hides_does_not_matter_to_its_gradient(head_dim, value):
+    case = case_of(torch.bfloat16, head_dim)
+    bias = torch.randn(1, 8, SEQLEN_Q, SEQLEN_K, device=DEVICE).bfloat16()
+    bias[..., 650:660] = bias[..., 333, :] = -torch.inf
+    dlse, gradients = case.draw_dlse(), []
+    for filled in (0.0, value):
+        q, k, v, dout = case.draw()
+        k[:, 650:660] = v[:, 650:660] = q[:, 333] = dout[:, 333] = filled
+        attend = functools.partial(case.call, return_attn_probs=True)
+        gradients.append(bias_gradient(attend, bias, (q, k, v, dout), dlse))
+    assert gradients[0].isfinite().all() and torch.equal(*gradients)
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])

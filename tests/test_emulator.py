@@ -46,7 +46,7 @@ def test_a_wrong_kernel_is_noticed(tmp_path):
     wait = "mbarrier_wait(of_tile(shared_.full, tile), tile / kStages % 2);"
     assert wait in (FOLDER.parents[1] / "csrc/cuda/sm80/key_stages.cuh").read_text()
     build.build(tmp_path, ["sm80_forward_bfloat16_d64", "sm80_backward_bfloat16_d64",
-                           "query_gradient_bfloat16_d64", "bias_gradient_bfloat16"],
+                           "query_gradient_bfloat16_d64", "sm80_bias_gradient_bfloat16"],
                 {**build.REWRITTEN, re.escape(wait): ""})
     status, said = run_cases(tmp_path, "-k", "test_forward_and_backward and 64-plain and dtype0")
     assert status == 1 and "inaccurate" in said

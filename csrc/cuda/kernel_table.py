@@ -38,6 +38,7 @@ class HopperForward:
     turns: bool = True  # warpgroups start their products one after the other
     transformed: bool = False  # for a softcap, ALiBi, or a scale that is not positive
     biased: bool = False  # for a bias, and those
+    diagonal_keys: int = 0  # under a diagonal it is for more of them: its tiles would be filled too badly
 
     @property
     def query_tile(self):
@@ -103,6 +104,16 @@ class BiasGradient:
 
 
 @dataclass(frozen=True)
+class HopperBiasGradient:
+    """Fields and order of csrc/cuda/sm90/bias_gradient.cuh's configuration."""
+
+    head_dim: int
+    query_tile: int
+    key_tile: int
+    stages: int  # tiles in flight, of queries, keys, gradients and values together
+
+
+@dataclass(frozen=True)
 class Row:
     engine: str
     kernel: str  # "forward", "backward", "wide_backward", "query_gradient", ...; in <engine>/<kernel>.cu
@@ -132,13 +143,16 @@ class Row:
     def macros(self, dtype):
         """What the source is compiled with. In a header: nvcc loses quotes and splits commas in a -D."""
         fields = ", ".join(f".{name} = {value:d}" for name, value in asdict(self.configuration).items())
-        def first(kernel, head_dim=None):
-            symbols = [row.symbol(dtype) for row in ROWS if row.kernel == kernel and dtype in row.dtypes
-                       and head_dim in (None, row.configuration.head_dim)]
+        head_dim = self.configuration.head_dim
+
+        def first(kernel):
+            """Of the engine's own, for the head dim or the first one that is wide enough."""
+            symbols = [row.symbol(dtype) for row in ROWS if (row.engine, row.kernel) == (self.engine, kernel)
+                       and dtype in row.dtypes and head_dim <= row.configuration.head_dim]
             return symbols[0] if symbols else f"no_{kernel}"
 
         return {
-            "FLASH_QUERY_GRADIENT": first("query_gradient", self.configuration.head_dim),
+            "FLASH_QUERY_GRADIENT": first("query_gradient"),
             "FLASH_BIAS_GRADIENT": first("bias_gradient"),
             "FLASH_DTYPE": dtype,
             "FLASH_KERNEL_SYMBOL": self.symbol(dtype),
@@ -174,7 +188,8 @@ def registry(compiled, architectures, toolkit, kernel_h):
 # scores of 96, which 128's take. Later rows of a head dim are for chips with less shared memory (163 KiB a
 # block on 8.0, 99 on 8.6, 8.9 and 12.0) and, in the forward, for biases.
 ROWS = [
-    Row("sm90", "forward", HALVES, HopperForward(64, 128, warpgroups=3, stages=4, query_buffers=2)),
+    Row("sm90", "forward", HALVES,
+        HopperForward(64, 128, warpgroups=3, stages=4, query_buffers=2, diagonal_keys=1280)),
     Row("sm90", "forward", HALVES, HopperForward(64, 128, warpgroups=2, stages=4, query_buffers=2)),
     Row("sm90", "forward", HALVES,
         HopperForward(64, 128, warpgroups=2, stages=4, query_buffers=2, transformed=True)),
@@ -196,14 +211,18 @@ ROWS = [
     Row("sm80", "forward", HALVES, Forward(96, 128, 64, warps=4, blocks=2, bias=0)),
     Row("sm80", "forward", HALVES, Forward(128, 128, 64, warps=4, blocks=2, bias=0)),
     Row("sm80", "forward", HALVES, Forward(128, 128, 32, warps=4, blocks=2)),
-    Row("sm90", "forward", HALVES, HopperForward(192, 112, warpgroups=2, stages=2, query_buffers=1)),
+    Row("sm90", "forward", HALVES,
+        HopperForward(192, 112, warpgroups=2, stages=2, query_buffers=1, diagonal_keys=512)),
+    Row("sm90", "forward", HALVES, HopperForward(192, 64, warpgroups=2, stages=3, query_buffers=1)),
     Row("sm90", "forward", HALVES,
         HopperForward(192, 112, warpgroups=2, stages=2, query_buffers=1, transformed=True)),
     Row("sm90", "forward", HALVES,
         HopperForward(192, 64, warpgroups=2, stages=3, query_buffers=1, transformed=True, biased=True)),
     Row("sm80", "forward", HALVES, Forward(192, 128, 64, warps=8, blocks=1, columns=2, retries=1)),
     Row("sm80", "forward", HALVES, Forward(192, 128, 32, warps=8, blocks=1)),
-    Row("sm90", "forward", HALVES, HopperForward(256, 80, warpgroups=2, stages=2, query_buffers=1)),
+    Row("sm90", "forward", HALVES,
+        HopperForward(256, 80, warpgroups=2, stages=2, query_buffers=1, diagonal_keys=1024), from_keys=513),
+    Row("sm90", "forward", HALVES, HopperForward(256, 64, warpgroups=2, stages=2, query_buffers=1)),
     Row("sm90", "forward", HALVES,
         HopperForward(256, 80, warpgroups=2, stages=2, query_buffers=1, transformed=True)),
     Row("sm90", "forward", HALVES,
@@ -241,7 +260,9 @@ ROWS = [
     Row("sm80", "backward", SINGLE, Backward(64, 32, 64, 4, 2, 1, score_rows=2, gradient_rows=4, dq_rows=2)),
     Row("sm80", "backward", SINGLE, Backward(128, 32, 32, 4, 1, 1, score_rows=2, gradient_rows=2, dq_rows=2)),
     Row("sm80", "backward", SINGLE, Backward(256, 32, 32, 4, 1, 1, score_rows=2, gradient_rows=2, dq_rows=2)),
-    # A bias' gradient, for all head dims.
+    # A bias' gradient: Hopper's own for each head dim of its backward that takes one, the other for all.
+    Row("sm90", "bias_gradient", HALVES, HopperBiasGradient(64, 128, 128, stages=8)),
+    Row("sm90", "bias_gradient", HALVES, HopperBiasGradient(128, 128, 128, stages=5)),
     Row("sm80", "bias_gradient", HALVES + SINGLE, BiasGradient(256, 64, 64, warps=4)),
     # dQ of deterministic=True, for every head dim of the backward; 96 KiB at most.
     Row("sm80", "query_gradient", HALVES, QueryGradient(64, 128, 64, warps=4, stages=2, blocks=2)),

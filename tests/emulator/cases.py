@@ -2,6 +2,7 @@
 it can do. The inputs of `pytest tests`, which run on real engines, are many times as many."""
 
 import dataclasses
+import functools
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import flash_attn
 import reference
 from acceptance import Expected
 from attention_case import Case, check_empty_rows
+from bias_gradient import bias_gradient, check_bias_gradient
 from gpu import check_neighbours_of_infinite_queries, deterministic_as_asked  # noqa: F401
 
 # `python -m pytest` in the repository would take the package there, whose engine is the CPU's.
@@ -170,18 +172,85 @@ def test_biases_that_all_but_hide_the_first_keys(low, head_dim, dtype):
     Expected(given.attend(None, bias), *inputs).check(**vars(given.run(inputs, attn_bias=bias)))
 
 
+# Biases that begin at multiples of 16 bytes go to Hopper's own kernel, whatever their gradient's rows.
+GRADIENTS = {
+    **{name: BIASES[name] for name in ("heads", "batches", "rows", "one", "ALiBi")},
+    "each": ((2, 2, 300, 301), {"num_heads_k": 1, "window_size": (150, 9), "head_dim_v": 40}),
+    "odd row": ((1, 1, 1, 301), {"causal": True}),
+    "few": ((1, 2, 5, 40), {"causal": True}),
+}
+
+
+def bias_of(shape, dtype):
+    """Of rows that begin at multiples of 16 bytes."""
+    bias = torch.randn(*shape[:-1], (shape[-1] + 7) // 8 * 8).to(dtype)
+    return bias[..., :shape[-1]]
+
+
+@pytest.mark.parametrize("which", GRADIENTS)
+@pytest.mark.parametrize("dtype,head_dim", [(HALF, 40), (HALF, 64), (HALF, 96), (HALF, 128),
+                                            (torch.float16, 64)])
+def test_gradient_of_a_bias(dtype, head_dim, which):
+    shape, features = GRADIENTS[which]
+    seqlen_q = 150 if shape[2] == 1 else shape[2]
+    given = dataclasses.replace(case(dtype, head_dim, seqlen_q, shape[-1], **features), batch=2)
+    bias = bias_of(shape, dtype)
+    check_bias_gradient(given, bias)
+    if which == "heads":  # one row in memory, but for each query a gradient
+        check_bias_gradient(given, bias[:, :, :1].expand(shape))
+    bias[..., 20:30] = -torch.inf
+    bias[..., -1:, :130] = -torch.inf  # the whole first tile, of some queries
+    bias[torch.rand(shape) < 0.1] = -torch.inf
+    mask = torch.rand(1, 2, seqlen_q, shape[-1]) < 0.8
+    mask[:, :, 3] = False
+    check_bias_gradient(given, bias, mask if which in ("heads", "rows") else None)
+
+
 @pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("shape", [(1, 2, 150, 300), (1, 1, 1, 300), (1, 1, 150, 304), (1, 2, 1, 304)])
-def test_gradient_of_a_bias(shape, head_dim):
-    given = case(HALF, head_dim, 150, shape[-1])
-    q, k, v, dout = given.draw()
-    bias = torch.randn(shape).to(HALF)
-    leaf = bias.clone().requires_grad_()
-    flash_attn.flash_attn_func(q, k, v, attn_bias=leaf).backward(dout)
-    exact = bias.double().requires_grad_()
-    given.attend()(q.double(), k.double(), v.double(), attn_bias=exact)[0].backward(dout.double())
-    largest = float(exact.grad.abs().max())
-    torch.testing.assert_close(leaf.grad.double(), exact.grad, rtol=2e-2, atol=2e-2 * largest)
+@pytest.mark.parametrize("shape", [(1, 2, 150, 300), (1, 1, 1, 300)])
+def test_gradient_of_a_bias_by_the_portable_kernel(shape, head_dim, monkeypatch):
+    monkeypatch.setenv("FLASH_ATTN_SM90", "0")
+    check_bias_gradient(dataclasses.replace(case(HALF, head_dim, 150, 300), batch=2),
+                        torch.randn(shape).to(HALF))
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("by", ["bias", "row of the bias", "mask"])
+def test_what_is_hidden_does_not_matter_to_the_gradient_of_a_bias(by, head_dim, value):
+    """In K, V, Q and dO, and in the bias behind a mask: bitwise as with zeros there."""
+    given = dataclasses.replace(case(HALF, head_dim, 150, 304), batch=2)
+    (q, k, v, dout), dlse = given.draw(), given.draw_dlse()
+    bias = torch.randn(1, 2, 1 if "row" in by else 150, 304).to(HALF)
+    hidden = torch.zeros(1, 1, 150, 304, dtype=torch.bool)
+    hidden[..., 260:270] = True
+    hidden[..., 33, :] = "row" not in by
+    mask = (torch.rand(hidden.shape) < 0.8) & ~hidden if by == "mask" else None
+    gradients = []
+    for filled in (0.0, value):
+        bias = bias.masked_fill(hidden[:, :, :bias.shape[2]], filled if by == "mask" else -torch.inf)
+        k[:, 260:270] = v[:, 260:270] = filled
+        if "row" not in by:
+            q[:, 33] = dout[:, 33] = filled
+        attend = functools.partial(given.call, attn_mask=mask, return_attn_probs=True)
+        gradients.append(bias_gradient(attend, bias, (q, k, v, dout), dlse))
+    clean, dirty = gradients
+    assert clean.isfinite().all() and torch.equal(clean, dirty)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_what_is_behind_the_diagonal_does_not_matter_to_the_gradient_of_a_bias(head_dim, value):
+    """The first 106 queries see none of the last keys, of the first 100 the bias is filled there, too."""
+    given = dataclasses.replace(case(HALF, head_dim, 150, 304, causal=True), batch=2)
+    (q, k, v, dout), dlse = given.draw(), given.draw_dlse()
+    bias, gradients = torch.randn(1, 2, 150, 304).to(HALF), []
+    for filled in (0.0, value):
+        k[:, 260:] = v[:, 260:] = bias[..., :100, 260:] = filled
+        attend = functools.partial(given.call, return_attn_probs=True)
+        gradients.append(bias_gradient(attend, bias, (q, k, v, dout), dlse)[:, :, :106])
+    clean, dirty = gradients
+    assert clean.isfinite().all() and torch.equal(clean, dirty)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -201,7 +270,7 @@ def test_block_sparse(head_dim, block):
 
 @pytest.mark.parametrize("features", [{}, {"causal": True}, {"window_size": (150, 70)}], ids=str)
 @pytest.mark.parametrize("which", block_maps.LISTED)
-@pytest.mark.parametrize("head_dim,rows", [(64, 64), (64, 128), (64, 256), (96, 128), (128, 64), (128, 128)])
+@pytest.mark.parametrize("head_dim,rows", [(64, 64), (64, 128), (64, 256), (96, 128), (128, 64), (128, 128), (256, 128)])
 def test_lists_of_warpgroups(head_dim, rows, which, features):
     """A tile of queries lies in several rows of blocks."""
     given = case(HALF, head_dim, 450, 1100, num_heads_k=1, **features)
@@ -224,7 +293,7 @@ def test_lists_of_warpgroups(head_dim, rows, which, features):
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("bits", [False, True])
-@pytest.mark.parametrize("head_dim,rows", [(64, 64), (64, 128), (96, 64), (128, 64), (128, 128)])
+@pytest.mark.parametrize("head_dim,rows", [(64, 64), (64, 128), (96, 64), (128, 64), (128, 128), (256, 64)])
 def test_lists_of_warpgroups_with_care(head_dim, rows, bits, value):
     """What is not finite in a block that some warpgroups of a tile list: as zeros there for the others."""
     given = case(HALF, head_dim, 450, 900)

@@ -1,5 +1,5 @@
-// One row of the kernel table and one element type; every backward of that type launches it where a bias'
-// gradient is wanted.
+// One row of the kernel table and one element type; every backward of the engine and that type launches it
+// where a bias' gradient is wanted.
 #include "bias_gradient.cuh"
 
 #include "../launch.h"

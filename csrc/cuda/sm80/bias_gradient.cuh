@@ -5,6 +5,7 @@
 // head dim in chunks, so that one kernel serves all head dims.
 #pragma once
 
+#include "../any/bias_tiles.cuh"
 #include "../any/loader.cuh"
 #include "score_gradient.cuh"
 
@@ -27,45 +28,20 @@ struct BiasGradientShared {
     float column_sums[2][c.key_tile];  // of the upper and lower warps
 };
 
-// Which tile of the bias a block owns, and how many of what share it.
-struct BiasTiles {
-    uint32_t batches, heads, query_tiles, key_tiles;  // of the bias: 1 where shared
-
-    BiasTiles(const BackwardProblem& problem, int query_tile, int key_tile)
-        : batches(problem.dbias.batch_stride ? uint32_t(problem.forward.batch) : 1),
-          heads(problem.dbias.head_stride ? uint32_t(problem.forward.heads_q) : 1),
-          query_tiles(problem.dbias.row_stride
-                          ? uint32_t((problem.forward.seqlen_q + query_tile - 1) / query_tile)
-                          : 1),
-          key_tiles(uint32_t((problem.forward.seqlen_k + key_tile - 1) / key_tile)) {}
-
-    int64_t count() const { return int64_t(batches) * heads * query_tiles * key_tiles; }
-};
-
 template <DType dtype, BiasGradientConfiguration c>
 class BiasGradientTile {
   public:
     __device__ BiasGradientTile(const BackwardProblem& problem, BiasGradientShared<dtype, c>& shared,
                                 const BiasTiles& tiles, uint32_t index)
-        : problem_(problem),
-          shared_(shared),
-          tiles_(tiles),
-          key_(Position(index % tiles.key_tiles) * c.key_tile),
-          first_tile_(index / tiles.key_tiles % tiles.query_tiles),
-          head_(index / tiles.key_tiles / tiles.query_tiles % tiles.heads),
-          batch_(index / tiles.key_tiles / tiles.query_tiles / tiles.heads) {}
+        : problem_(problem), shared_(shared), tiles_(tiles), tile_(tiles(index)) {}
 
     __device__ __forceinline__ void run() {
         const ForwardProblem& problem = problem_.forward;
         sum_.clear();
-        for (int64_t batch = batch_; batch < problem.batch; batch += tiles_.batches) {
+        tiles_.each_reader(problem, tile_, [&](int batch, int head, Position query) {
             const Sequence sequence = sequence_of(problem, batch);
-            const Mask mask(problem, sequence);
-            for (int64_t head = head_; head < problem.heads_q; head += tiles_.heads)
-                for (Position query = first_tile_ * c.query_tile; query < sequence.seqlen_q;
-                     query += Position(tiles_.query_tiles) * c.query_tile)
-                    add(batch, head, sequence, mask, query);
-        }
+            add(batch, head, sequence, Mask(problem, sequence), query);
+        });
         if (problem_.dbias.row_stride)
             store_rows();
         else
@@ -89,7 +65,7 @@ class BiasGradientTile {
         const Interval queries = intersection({query, query + c.query_tile}, {0, sequence.seqlen_q});
         const Interval seen =
             intersection({mask.keys_of(queries.begin).begin, mask.keys_of(queries.end - 1).end},
-                         {key_, key_ + c.key_tile});
+                         {tile_.key, tile_.key + c.key_tile});
         if (seen.empty()) return;
         const int64_t key_head = head / (problem.heads_q / problem.heads_k);
         Scores s, dp;
@@ -108,9 +84,9 @@ class BiasGradientTile {
         const ScoreAddend<dtype> addend(problem, batch, head);
         differentiate<Features::all, Of::scores>(
             s, dp, constants, transform, dropout, addend,
-            {query + row(), key_ + column(), mask.diagonal(), problem.dropout_threshold != 0});
+            {query + row(), tile_.key + column(), mask.diagonal(), problem.dropout_threshold != 0});
         if (addend.visible.rows)
-            addend.visible.template each_hidden<Scores>(query + row(), key_ + column(),
+            addend.visible.template each_hidden<Scores>(query + row(), tile_.key + column(),
                                                         [&](int r, int column) { dp.at(r, column) = 0; });
 #pragma unroll
         for (int r = 0; r < Scores::rows; ++r) {
@@ -118,7 +94,7 @@ class BiasGradientTile {
             const Interval keys = queries.contains(i) ? mask.keys_of(i) : Interval(0, 0);
 #pragma unroll
             for (int n = 0; n < Scores::columns; ++n)
-                if (keys.contains(key_ + column() + Scores::column(n))) sum_.at(r, n) += dp.at(r, n);
+                if (keys.contains(tile_.key + column() + Scores::column(n))) sum_.at(r, n) += dp.at(r, n);
         }
         __syncthreads();  // lse and delta have been read
     }
@@ -143,7 +119,7 @@ class BiasGradientTile {
         for (int left = int(head_dim); left > 0; left -= Shared::chunk) {
             rows.head_dim = columns.head_dim = left < Shared::chunk ? left : Shared::chunk;
             load_tile<threads, QueryTile>(shared_address(a_tile), rows, query, queries);
-            load_tile<threads, KeyTile>(shared_address(b_tile), columns, key_, keys);
+            load_tile<threads, KeyTile>(shared_address(b_tile), columns, tile_.key, keys);
             cp_async_wait_all();
             __syncthreads();
             multiply_rows_by_rows<dtype, QueryTile, KeyTile>(
@@ -160,15 +136,15 @@ class BiasGradientTile {
     }
 
     __device__ __forceinline__ void store_rows() const {
-        const Position query = first_tile_ * c.query_tile + row();
+        const Position query = tile_.query + row();
 #pragma unroll
         for (int r = 0; r < Scores::rows; ++r) {
             const Position i = query + Scores::row(r);
             if (i >= Position(problem_.forward.seqlen_q)) continue;
-            float* to = row_of<float>(problem_.dbias, batch_, head_, i);
+            float* to = row_of<float>(problem_.dbias, tile_.batch, tile_.head, i);
 #pragma unroll
             for (int n = 0; n < Scores::columns; ++n) {
-                const Position j = key_ + column() + Scores::column(n);
+                const Position j = tile_.key + column() + Scores::column(n);
                 if (exists(j)) to[j] = sum_.at(r, n);
             }
         }
@@ -184,17 +160,16 @@ class BiasGradientTile {
             if (lane_index() < 4) shared_.column_sums[threadIdx.x / 64][column() + Scores::column(n)] = sum;
         }
         __syncthreads();
-        float* to = row_of<float>(problem_.dbias, batch_, head_, 0);
+        float* to = row_of<float>(problem_.dbias, tile_.batch, tile_.head, 0);
         for (int i = threadIdx.x; i < c.key_tile; i += threads)
-            if (exists(key_ + i)) to[key_ + i] = shared_.column_sums[0][i] + shared_.column_sums[1][i];
+            if (exists(tile_.key + i))
+                to[tile_.key + i] = shared_.column_sums[0][i] + shared_.column_sums[1][i];
     }
 
     const BackwardProblem& problem_;
     BiasGradientShared<dtype, c>& shared_;
     const BiasTiles& tiles_;
-    const Position key_;
-    const int first_tile_;
-    const int64_t head_, batch_;
+    const BiasTiles::Tile tile_;
     Scores sum_;
 };
 

@@ -7,7 +7,8 @@
 
 namespace flash::cuda {
 
-void FLASH_BIAS_GRADIENT(const BackwardProblem& problem, const Launch& launch);  // ../sm80/bias_gradient.cu
+void FLASH_BIAS_GRADIENT(const BackwardProblem& problem, const AlignedStatistics& statistics,
+                         const Launch& launch);  // bias_gradient.cu
 
 namespace sm90 {
 namespace {
@@ -189,11 +190,8 @@ void launch(const BackwardProblem& problem, const Launch& launch) {
                   score_unit(forward, kConfiguration.transformed));
     launch_kernel(FLASH_KERNEL_NAME, finish_dq, walk.dq_sums.unfinished_tiles(), kConfiguration.consumers,
                   query_tile * kConfiguration.columns() * 2, launch, problem, walk.dq_sums);
-    if (problem.dbias.data) {
-        BackwardProblem with_delta = problem;
-        with_delta.delta = statistics.delta;
-        FLASH_BIAS_GRADIENT(with_delta, launch);
-    }
+    if constexpr (kConfiguration.biased)
+        if (problem.dbias.data) FLASH_BIAS_GRADIENT(problem, statistics, launch);
 }
 
 }  // namespace

@@ -91,13 +91,22 @@ class BiasTile {
 
     // Of scores [queries, keys] of a warp whose queries begin at `row`.
     __device__ __forceinline__ BiasPart<dtype, kKeys> rows_from(int row) const {
-        const int lane = lane_index();
-        const uint32_t place = tile_ + (one_row_ ? Layout::offset(0, 0, lane / 16)
-                                                 : Layout::offset(lane % 16, 0, lane / 16) + row * 128);
+        const uint32_t place = place_of_rows(row);
         BiasPart<dtype, kKeys> part;
 #pragma unroll
         for (int i = 0; i < kKeys / 16; ++i) ldmatrix_x4(part.pairs[i], Layout::at(place, 0, i * 16));
         return part;
+    }
+    // The same 16 keys after the other, where there are no registers for all: use(key, part).
+    template <class Use>
+    __device__ __forceinline__ void each_part_of_rows(int row, const Use& use) const {
+        const uint32_t place = place_of_rows(row);
+#pragma unroll
+        for (int key = 0; key < kKeys; key += 16) {
+            BiasPart<dtype, 16> part;
+            ldmatrix_x4(part.pairs[0], Layout::at(place, 0, key));
+            use(key, part);
+        }
     }
 
     // Of scores [keys, queries] of a warp whose keys begin at `key`, a multiple of 16: use(query, part) of 16
@@ -116,6 +125,13 @@ class BiasTile {
     }
 
   private:
+    // Of the lane's part of 16 rows.
+    __device__ __forceinline__ uint32_t place_of_rows(int row) const {
+        const int lane = lane_index();
+        return tile_ + (one_row_ ? Layout::offset(0, 0, lane / 16)
+                                 : Layout::offset(lane % 16, 0, lane / 16) + row * 128);
+    }
+
     uint32_t tile_;
     bool one_row_;
 };

@@ -46,8 +46,7 @@ __global__ void __launch_bounds__(kConfiguration.threads(), 1)
 
 const char* why_not(const ForwardProblem& problem, const Device& device) {
     if (const char* lack = lacks(problem, kConfiguration.transformed, kConfiguration.biased)) return lack;
-    // Of so few the last tile of a head would often have too few for all warpgroups.
-    if (kConfiguration.warpgroups == 3 && problem.window_right >= 0 && problem.seqlen_k <= 1280)
+    if (problem.window_right >= 0 && problem.seqlen_k <= kConfiguration.diagonal_keys)
         return "under a diagonal it is for more keys";
     // A warpgroup's queries lie in one block, a block of keys is whole tiles.
     const BlockLists& lists = problem.key_blocks;

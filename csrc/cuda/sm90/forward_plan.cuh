@@ -15,9 +15,10 @@ namespace flash::cuda::sm90 {
 
 struct ForwardConfiguration {
     int head_dim, key_tile, warpgroups, stages, query_buffers;  // warpgroups: that compute, 64 queries each
-    bool turns;        // warpgroups start their products one after the other
-    bool transformed;  // scores have a softcap, ALiBi, or a scale that is not positive
-    bool biased;       // or a bias, and perhaps those
+    bool turns;         // warpgroups start their products one after the other
+    bool transformed;   // scores have a softcap, ALiBi, or a scale that is not positive
+    bool biased;        // or a bias, and perhaps those
+    int diagonal_keys;  // under a diagonal it is for more of them
 
     constexpr int columns() const { return in_whole_panels(head_dim); }
     constexpr int queries() const { return 64 * warpgroups; }

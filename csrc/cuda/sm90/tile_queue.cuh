@@ -29,26 +29,18 @@ inline uint64_t new_ticket() {
     return mine ? mine : ++ticket;
 }
 
-class TileQueue {
+// Which of so many tiles, whatever they are of.
+class TileNumbers {
   public:
     static constexpr int64_t workspace_bytes = sizeof(TileCounter);
     static constexpr uint32_t kMostAhead = 2;  // of those that know what is theirs
-
-    // Under a mask, and in packed sequences, tiles take different times; and where a block does several, the
-    // last tiles of heads, which have fewer queries, and what memory takes make enough of a difference.
-    static bool needs_counter(const ForwardProblem& problem) {
-        return problem.batch * problem.heads_q * problem.seqlen_q > 1 << 16 || problem.window_left >= 0 ||
-               problem.window_right >= 0 || problem.cu_seqlens_q || problem.cu_seqlens_k ||
-               problem.key_blocks.counts || problem.query_blocks.counts;
-    }
 
     // On the host. counter == nullptr: block b of n takes the tiles b, 2n - 1 - b, 2n + b, ...
     // count: of tiles, or of what else blocks take. ahead: how many of them a block takes before it wants
     // them; what it has taken no other can do for it at the end. strict: a tile is taken by a block that runs
     // when all before it have been; else block b's first tile is b, whenever it runs.
-    TileQueue(const RowTiling& tiling, int64_t count, uint32_t ahead, void* counter, bool strict = false)
-        : tiling(tiling),
-          ahead(counter ? ahead : kMostAhead),
+    TileNumbers(int64_t count, uint32_t ahead, void* counter, bool strict = false)
+        : ahead(counter ? ahead : kMostAhead),
           strict_(strict),
           count_(uint32_t(count)),
           counter_(static_cast<TileCounter*>(counter)),
@@ -57,9 +49,9 @@ class TileQueue {
     // What one block has taken so far. For one thread.
     class Reader {
       public:
-        __device__ explicit Reader(const TileQueue& queue) : queue_(queue) {}
+        __device__ explicit Reader(const TileNumbers& queue) : queue_(queue) {}
 
-        // The next tile's number, for tiling(); false at the end, and then not to be called again.
+        // False at the end, and then not to be called again.
         __device__ bool take(uint32_t& index) {
             if (taken_ == 0) start();
             index = taken_ > 0 || queue_.strict_ ? following() : blockIdx.x;
@@ -89,11 +81,10 @@ class TileQueue {
             return add_relaxed(&counter->next, 1);
         }
 
-        const TileQueue& queue_;
+        const TileNumbers& queue_;
         uint32_t taken_ = 0;
     };
 
-    const RowTiling tiling;
     const uint32_t ahead;
 
   private:
@@ -101,6 +92,24 @@ class TileQueue {
     uint32_t count_;
     TileCounter* counter_;
     uint64_t ticket_;  // not 0
+};
+
+// Of tiles of queries, or of keys.
+class TileQueue : public TileNumbers {
+  public:
+    // Under a mask, and in packed sequences, tiles take different times; and where a block does several, the
+    // last tiles of heads, which have fewer queries, and what memory takes make enough of a difference.
+    static bool needs_counter(const ForwardProblem& problem) {
+        return problem.batch * problem.heads_q * problem.seqlen_q > 1 << 16 || problem.window_left >= 0 ||
+               problem.window_right >= 0 || problem.cu_seqlens_q || problem.cu_seqlens_k ||
+               problem.key_blocks.counts || problem.query_blocks.counts;
+    }
+
+    // What is taken are numbers for tiling(), or what the caller knows; the rest as of TileNumbers.
+    TileQueue(const RowTiling& tiling, int64_t count, uint32_t ahead, void* counter, bool strict = false)
+        : TileNumbers(count, ahead, counter, strict), tiling(tiling) {}
+
+    const RowTiling tiling;
 };
 
 }  // namespace flash::cuda::sm90
