@@ -270,7 +270,8 @@ def test_block_sparse(head_dim, block):
 
 @pytest.mark.parametrize("features", [{}, {"causal": True}, {"window_size": (150, 70)}], ids=str)
 @pytest.mark.parametrize("which", block_maps.LISTED)
-@pytest.mark.parametrize("head_dim,rows", [(64, 64), (64, 128), (64, 256), (96, 128), (128, 64), (128, 128), (256, 128)])
+@pytest.mark.parametrize("head_dim,rows", [(64, 64), (64, 128), (64, 256), (96, 128), (128, 64), (128, 128),
+                                           (256, 128)])
 def test_lists_of_warpgroups(head_dim, rows, which, features):
     """A tile of queries lies in several rows of blocks."""
     given = case(HALF, head_dim, 450, 1100, num_heads_k=1, **features)
