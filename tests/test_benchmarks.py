@@ -22,6 +22,7 @@ import kernel_variants  # noqa: E402
 import masks  # noqa: E402
 import memory  # noqa: E402
 import multihead_attention  # noqa: E402
+import packed  # noqa: E402
 import training  # noqa: E402
 from cell import Cell  # noqa: E402
 from implementations import IMPLEMENTATIONS, Implementation  # noqa: E402
@@ -72,6 +73,24 @@ def test_masks_writes_its_table(device, tmp_path, capsys):
     for name, one in row["variants"].items():
         assert f"\n{name} " in printed
         assert one["error"] < 0.05 and min(one["forward"] + one["backward"]) > 0
+
+
+@pytest.mark.parametrize("lengths,group", [(None, 1), (48, 2)])
+def test_packed_writes_its_table(device, tmp_path, capsys, lengths, group):
+    path = tmp_path / "packed.json"
+    given = [] if lengths is None else ["--lengths", str(lengths)]
+    packed.main(["--device", device, "--tokens", "200", "--hidden", "64", "--head-dims", "16", "--rounds",
+                 "2", "--repeats", "1", "--peers", "sdpa", "--group", str(group), "--json", str(path),
+                 *given])
+    printed, results = capsys.readouterr().out, json.loads(path.read_text())
+    assert sum(results["shape"]["lengths"]) == (200 if lengths is None else 192)
+    assert len(results["rows"]) == 4 and "refused" not in printed
+    for row in results["rows"]:
+        # Ours and the peer differ by rounding, and the reference is neither.
+        assert set(row["results"]) == {"flash_attn", "sdpa"} and row["heads"] == 4 and row["group"] == group
+        for one in row["results"].values():
+            assert len(one["seconds"]) == 2 and one["gflops"] > 0
+            assert one["error"] < (1e-4 if device == "cpu" else 0.1)
 
 
 def test_multihead_attention_writes_its_table(device, tmp_path, capsys):
