@@ -81,9 +81,10 @@ def _fa3(b):
 def _fa2(b):
     from torch.nn.attention.varlen import varlen_attn
 
-    longest, window_size = max(b.lengths), (-1, 0 if b.causal else -1)
-    return lambda q, k, v: varlen_attn(q, k, v, b.cu_seqlens, b.cu_seqlens, longest, longest,
-                                       window_size=window_size, enable_gqa=b.group > 1)
+    options = {"enable_gqa": True} if b.group > 1 else {}  # 2.11 knows nothing of it
+    options |= {"window_size": (-1, 0)} if b.causal else {}
+    longest = max(b.lengths)
+    return lambda q, k, v: varlen_attn(q, k, v, b.cu_seqlens, b.cu_seqlens, longest, longest, **options)
 
 
 def _dense(b, q, k, v):
