@@ -4,6 +4,7 @@
     python benchmarks/attention.py --dtypes bfloat16 --seqlens 2048 --passes forward --window 256
     python benchmarks/attention.py --json benchmarks/results/cpu/attention.json
     python benchmarks/attention.py --device cuda --grid targets --deterministic --json results.json
+    python benchmarks/attention.py --group 4                # 4 heads of q for each head of k and v
 
 What is compared: one process, the same threads, the same values. Each implementation gets them contiguous
 in its own layout (implementations.py says which). The implementations take turns within each round, in
@@ -19,7 +20,8 @@ FLOPs count two GEMMs for the forward and five for the backward, 4 * B * H * S *
 halved for causal masks (the convention of the FlashAttention papers) and exact for windows; what an
 implementation recomputes or wastes behind a mask is not counted. Errors are the largest absolute difference
 from a float64 evaluation of the same (rounded) inputs on random rows of a random head, first and last rows
-included: of out for the forward, of dq, dk and dv for the backward.
+included: of out for the forward, of dq, dk and dv for the backward; with --group, of the head of k and v
+that this head reads.
 """
 
 import argparse
@@ -53,21 +55,23 @@ SAMPLE_SECONDS = {"cpu": 0.05, "cuda": 0.01}
 MOST_REPEATS = {"cpu": math.inf, "cuda": 64}
 # Forward FLOPs of a cell that is not causal: heads are left out until long sequences fit in about a second.
 CELL_FLOPS = {"cpu": 140e9, "cuda": math.inf}
+LABEL_WIDTH = 55  # of the table's first column, at least
 RATE = {"cpu": ("GFLOP/s", 1), "cuda": ("TFLOP/s", 1e-3)}
 
 
 def inputs_of(cell, device, number=0):
-    """q, k, v, dout [B, S, H, D]: the same values for every implementation and pass of a shape."""
+    """q, k, v, dout [B, S, H, D], k and v with their own H: the same values for every implementation and pass
+    of a shape."""
     generator = torch.Generator(device).manual_seed(cell.seqlen * 1000 + cell.head_dim + number * 10**9)
-    shape = (cell.batch, cell.seqlen, cell.heads, cell.head_dim)
-    dtype = getattr(torch, cell.dtype)
-    return [torch.randn(shape, generator=generator, device=device).to(dtype) for _ in range(4)]
+    dtype, options = getattr(torch, cell.dtype), {"generator": generator, "device": device}
+    return [torch.randn(cell.batch, cell.seqlen, heads, cell.head_dim, **options).to(dtype)
+            for heads in (cell.heads, cell.key_heads, cell.key_heads, cell.heads)]
 
 
 def input_sets(cell, device):
     """As many inputs_of as fill a GPU's L2 cache twice over, at most 8; a CPU's calls are long enough."""
     cache = torch.cuda.get_device_properties().L2_cache_size if device == "cuda" else 0
-    count = 1 + min(7, 2 * cache // (4 * cell.tensor_bytes))
+    count = 1 + min(7, 2 * cache // cell.input_bytes)
     return [inputs_of(cell, device, number) for number in range(count)]
 
 
@@ -98,8 +102,8 @@ def result_of(cell, implementation, call):
 
 
 def probabilities(q, k, queries, cell, head):
-    """Softmax of the visible scores of some queries, and the scores' derivative where softcap bends them: q, k
-    float64 [S, D], queries [n] -> [n, S] each."""
+    """Softmax of the visible scores of some queries, and the scores' derivative where softcap bends them:
+    float64 q, k [S, D], queries [n] -> [n, S] each."""
     scores, derivative = q[queries] @ k.T / math.sqrt(cell.head_dim), 1
     if cell.softcap:
         tanh = torch.tanh(scores / cell.softcap)
@@ -132,30 +136,61 @@ def reference_rows(q, k, v, dout, rows, cell, head):
     return gradients
 
 
-def errors(cell, inputs, results, count=64):
-    """{implementation: {tensor: largest absolute error}} on `count` rows of one head, chosen at random."""
-    generator = torch.Generator().manual_seed(cell.seqlen)
-    b = int(torch.randint(cell.batch, (1,), generator=generator))
-    h = int(torch.randint(cell.heads, (1,), generator=generator))
+def of_head(tensor, head, cell):
+    """[S, H, D] -> [S, D] of a head of q, or of the head of k and v that it reads."""
+    return tensor[:, head * tensor.shape[1] // cell.heads]
+
+
+def group_reference_rows(q, k, v, dout, rows, cell, head):
+    """reference_rows of [S, H, D] and a head of q; dk and dv, of the head of k and v that it reads, are sums
+    over all heads of q that read it."""
+    def of(h):
+        return reference_rows(*(of_head(x, h, cell).double() for x in (q, k, v, dout)), rows, cell, h)
+
+    reference, first = of(head), head - head % cell.group
+    if cell.direction == "backward":
+        for other in {*range(first, first + cell.group)} - {head}:
+            gradients = of(other)
+            reference |= {name: reference[name] + gradients[name] for name in ("dk", "dv")}
+    return reference
+
+
+def sequence_errors(cell, inputs, results, head, generator, count=64):
+    """{implementation: {tensor: largest absolute error}} of one sequence's tensors [S, H, D], on `count` rows
+    of one head, chosen at random."""
     rows = torch.randperm(cell.seqlen, generator=generator)[:count]
     rows[0], rows[-1] = 0, cell.seqlen - 1
     rows = rows.to(inputs[0].device)
-    reference = reference_rows(*(x[b, :, h].double() for x in inputs), rows, cell, h)
+    reference = group_reference_rows(*inputs, rows, cell, head)
     return {
         implementation: {
-            name: (tensors[name][b, rows, h].double() - exact).abs().max().item()
+            name: (of_head(tensors[name], head, cell)[rows].double() - exact).abs().max().item()
             for name, exact in reference.items()
         }
         for implementation, tensors in results.items()
     }
 
 
+def errors(cell, inputs, results):
+    """sequence_errors of a random sequence and head of it."""
+    generator = torch.Generator().manual_seed(cell.seqlen)
+    b = int(torch.randint(cell.batch, (1,), generator=generator))
+    h = int(torch.randint(cell.heads, (1,), generator=generator))
+    results = {implementation: {name: x[b] for name, x in tensors.items()}
+               for implementation, tensors in results.items()}
+    return sequence_errors(cell, [x[b] for x in inputs], results, h, generator)
+
+
 def measure(cell, names, options):
-    """{implementation: {"seconds": every sample, "ms", "gflops", "errors"} or {"refused": why}}"""
-    device, sets = options.device, input_sets(cell, options.device)
-    measured, calls, results = {}, {}, {}
-    for name in names:
-        implementation = IMPLEMENTATIONS[name]
+    implementations = {name: IMPLEMENTATIONS[name] for name in names}
+    return compare(cell, implementations, input_sets(cell, options.device), errors, options)
+
+
+def compare(cell, implementations, sets, errors_of, options):
+    """{implementation: {"seconds": every sample, "ms", "gflops", "errors"} or {"refused": why}}; the sets of
+    inputs take turns, errors_of(cell, inputs, results) are found with the first."""
+    device, measured, calls, results = options.device, {}, {}, {}
+    for name, implementation in implementations.items():
         if cell.direction not in implementation.directions:
             continue
         try:
@@ -178,7 +213,7 @@ def measure(cell, names, options):
             samples[name].append(seconds)
             if not host_was_ahead:
                 waited_for_host.add(name)
-    worst = errors(cell, sets[0], results) if results else {}
+    worst = errors_of(cell, sets[0], results) if results else {}
     for name, taken in samples.items():
         seconds = STATISTICS[options.statistic](taken)
         measured[name] = {"seconds": taken, "ms": seconds * 1e3, "gflops": cell.flops / seconds / 1e9,
@@ -195,9 +230,10 @@ def cells(options):
     ):
         batch = max(1, options.tokens // seqlen)
         flops = 4 * batch * seqlen**2 * head_dim
-        heads = max(1, int(min(options.hidden // head_dim, CELL_FLOPS[options.device] / flops)))
+        heads = int(min(options.hidden // head_dim, CELL_FLOPS[options.device] / flops))
+        heads = max(options.group, heads - heads % options.group)
         yield Cell(direction, dtype, seqlen, head_dim, mask, left, batch, heads, options.softcap,
-                   options.alibi)
+                   options.alibi, options.group)
 
 
 def looked_up(measured, name):
@@ -242,30 +278,39 @@ def column_groups(names, device):
     return [milliseconds, ratios, rates, worst] if device == "cpu" else [rates, ratios, worst]
 
 
-def table_header(names, device):
+def table_header(names, device, width=LABEL_WIDTH):
     short = {OURS: "ours", DETERMINISTIC: "determ."}
     above, below = [], []
-    for heading, columns, width, _ in column_groups(names, device):
-        above.append(f"{heading:^{width * len(columns)}}")
-        below.append("".join(f"{short.get(n, n):>{width}}" for n in columns))
-    return f"{'':55}{' |'.join(above)}\n{'cell':55}{' |'.join(below)}"
+    for heading, columns, column, _ in column_groups(names, device):
+        above.append(f"{heading:^{column * len(columns)}}")
+        below.append("".join(f"{short.get(n, n):>{column}}" for n in columns))
+    return f"{'':{width}}{' |'.join(above)}\n{'cell':{width}}{' |'.join(below)}"
 
 
-def table_row(cell, measured, names, device):
+def table_row(cell, measured, names, device, width=LABEL_WIDTH):
     ours, groups = looked_up(measured, OURS), []
-    for _, columns, width, text in column_groups(names, device):
+    for _, columns, column, text in column_groups(names, device):
         results = [looked_up(measured, n) for n in columns]
-        groups.append("".join(f"{text(result, ours) if result else '-':>{width}}" for result in results))
+        groups.append("".join(f"{text(result, ours) if result else '-':>{column}}" for result in results))
     remarks = [f"\n  {n} refused: {r['refused']}" for n, r in measured.items() if "refused" in r]
     remarks += [f"\n  {n}: the GPU waited for the host"
                 for n, r in measured.items() if r.get("waited_for_host")]
-    return f"{cell.label:55}{' |'.join(groups)}{''.join(remarks)}"
+    return f"{cell.label:{width}}{' |'.join(groups)}{''.join(remarks)}"
+
+
+def add_run_options(parser):
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--statistic", default="median", choices=STATISTICS, help="over rounds")
+    parser.add_argument("--idle-ms", type=float,
+                        help="rest before each sample; default: 0 on a CPU, 100 on a GPU")
+    parser.add_argument("--threads", type=int, help="default: as torch chooses")
+    parser.add_argument("--json", type=Path, help="write every sample, with versions, here")
 
 
 def parse(arguments):
     as_written = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=as_written)
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--grid", choices=GRIDS, help="the next five options, where not given; targets: "
                         "16384 tokens of 2048 values, as in the FlashAttention papers; default: small, on a "
                         "GPU targets")
@@ -279,6 +324,8 @@ def parse(arguments):
     parser.add_argument("--passes", nargs="+", choices=passes, default=passes)
     parser.add_argument("--window", nargs="+", type=int, default=[], metavar="LEFT",
                         help="more cells: a query sees its own key and LEFT before; SDPA gets a boolean mask")
+    parser.add_argument("--group", type=int, default=1,
+                        help="heads of q for each head of k and v; H is a multiple of it")
     parser.add_argument("--softcap", type=float, default=0, help="of every cell; fa3 and flex have it")
     parser.add_argument("--alibi", action="store_true", help="in every cell; flex has it")
     peers = [name for name in IMPLEMENTATIONS if name not in (OURS, DETERMINISTIC)]
@@ -286,12 +333,7 @@ def parse(arguments):
                         help="default: sdpa; on a GPU fa2, cudnn and, if FA3_LIBRARY names it, fa3")
     parser.add_argument("--deterministic", action="store_true",
                         help="ours with deterministic=True beside it")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--statistic", default="median", choices=STATISTICS, help="over rounds")
-    parser.add_argument("--idle-ms", type=float,
-                        help="rest before each sample; default: 0 on a CPU, 100 on a GPU")
-    parser.add_argument("--threads", type=int, help="default: as torch chooses")
-    parser.add_argument("--json", type=Path, help="write every sample, with versions, here")
+    add_run_options(parser)
     options = parser.parse_args(arguments)
     defaults = DEFAULTS[options.device]
     for name, value in {**defaults, **GRIDS[options.grid or defaults["grid"]]}.items():
@@ -303,8 +345,11 @@ def parse(arguments):
 def names_of(options):
     peers = PEERS[options.device] if options.peers is None else options.peers
     names = [OURS, *[DETERMINISTIC] * options.deterministic, *peers]
-    return [n for n in names
-            if options.device in IMPLEMENTATIONS[n].devices and IMPLEMENTATIONS[n].available()]
+    return usable(names, IMPLEMENTATIONS, options.device)
+
+
+def usable(names, implementations, device):
+    return [n for n in names if device in implementations[n].devices and implementations[n].available()]
 
 
 def gemm_rates(gflops, device):
@@ -313,7 +358,7 @@ def gemm_rates(gflops, device):
     return f"torch.mm {GEMM_SIZE[device]} {unit}: {rates}"
 
 
-def print_heading(where, options, names):
+def print_heading(where, options, names, width):
     print(f"{where['processor']}, {where['threads']} threads ({where['cpu_capability']}), "
           f"load before {where['load_average']:.1f}, torch {where['torch']}, "
           f"flash_attn {where['flash_attn']}")
@@ -324,7 +369,7 @@ def print_heading(where, options, names):
     print(gemm_rates(where["gemm_gflops"], options.device))
     print(f"times: {options.statistic} of {options.rounds} rounds, implementations interleaved; "
           "/ours: peer's time over ours, above 1 where ours is faster\n")
-    print(table_header(names, options.device))
+    print(table_header(names, options.device, width))
 
 
 def write_json(path, where, options, rows, means):
@@ -337,20 +382,21 @@ def write_json(path, where, options, rows, means):
     }, indent=1, default=str) + "\n")
 
 
-def main(arguments=None):
-    options = parse(arguments)
+def run(options, names, cells, measure):
+    """Print a row for each cell's measure(cell, names, options), and write them all."""
     if options.threads:
         torch.set_num_threads(options.threads)
-    device, names, begin = options.device, names_of(options), time.perf_counter()
+    device, cells, begin = options.device, list(cells), time.perf_counter()
+    width = max([LABEL_WIDTH, *(len(cell.label) + 1 for cell in cells)])
     where = machine(device)
     idle = options.idle_ms
     where["thermal"] = f"burst: {idle:g} ms idle before each sample" if idle else "sustained: no idle"
     where["gemm_gflops"] = {dtype: gemm_gflops(dtype, device) for dtype in options.dtypes}
-    print_heading(where, options, names)
+    print_heading(where, options, names, width)
     rows = []
-    for cell in cells(options):
+    for cell in cells:
         rows.append((cell, measure(cell, names, options)))
-        print(table_row(*rows[-1], names, device), flush=True)
+        print(table_row(*rows[-1], names, device, width), flush=True)
         if options.json:  # after every cell: a crash in one of them leaves the others
             write_json(options.json, where, options, rows, geometric_means(rows, names))
     if device == "cuda":
@@ -364,6 +410,11 @@ def main(arguments=None):
               f"{mean['least']:.2f})")
     if options.json:
         write_json(options.json, where, options, rows, geometric_means(rows, names))
+
+
+def main(arguments=None):
+    options = parse(arguments)
+    run(options, names_of(options), cells(options), measure)
 
 
 if __name__ == "__main__":

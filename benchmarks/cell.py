@@ -17,6 +17,11 @@ class Cell:
     heads: int
     softcap: float = 0  # none
     alibi: bool = False  # with the slopes of its paper (arXiv 2108.12409) for a power of 2 of heads
+    group: int = 1  # heads of q for each head of k and v
+
+    @property
+    def key_heads(self):
+        return self.heads // self.group
 
     @property
     def scores(self):
@@ -31,17 +36,18 @@ class Cell:
         return forward * (2.5 if self.direction == "backward" else 1)
 
     @property
-    def tensor_bytes(self):
-        """Of q, as of k, v, out and each gradient."""
-        elements = self.batch * self.seqlen * self.heads * self.head_dim
+    def input_bytes(self):
+        """Of q, k, v and dout."""
+        elements = 2 * self.batch * self.seqlen * (self.heads + self.key_heads) * self.head_dim
         return elements * getattr(torch, self.dtype).itemsize
 
     @property
     def label(self):
         mask = f"window {self.left}" if self.mask == "window" else self.mask
-        transforms = f" softcap {self.softcap:g}" * (self.softcap != 0) + " ALiBi" * self.alibi
+        rest = f" group {self.group}" * (self.group > 1)
+        rest += f" softcap {self.softcap:g}" * (self.softcap != 0) + " ALiBi" * self.alibi
         return (f"{self.direction:8} {self.dtype:8} S={self.seqlen:<5} D={self.head_dim:<3} {mask:10} "
-                f"B={self.batch:<2} H={self.heads:<2}{transforms}")
+                f"B={self.batch:<2} H={self.heads:<2}{rest}")
 
     def slopes(self, device):
         """[H], or None without ALiBi."""

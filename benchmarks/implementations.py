@@ -46,11 +46,16 @@ def _has_no(cell, *transforms):
         raise NotImplementedError(f"it has no {' and no '.join(given)}")
 
 
+def _grouped(cell):
+    """What torch's functions want to be told where heads of q share those of k and v."""
+    return {"enable_gqa": True} if cell.group > 1 else {}
+
+
 def _sdpa(cell, device):
     _has_no(cell, "softcap", "alibi")
     mask = cell.visible(torch.arange(cell.seqlen), device) if cell.mask == "window" else None
-    causal = cell.mask == "causal"
-    return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
+    options = {"attn_mask": mask, "is_causal": cell.mask == "causal", **_grouped(cell)}
+    return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, **options)
 
 
 def _sdpa_backend(backend):
@@ -117,7 +122,7 @@ def _flex(cell, device):
     torch._dynamo.reset()  # or after some cells it would go uncompiled
     attend = torch.compile(flex_attention, dynamic=False)
     score_mod = score if cell.softcap or cell.alibi else None
-    return lambda q, k, v: attend(q, k, v, score_mod=score_mod, block_mask=mask)
+    return lambda q, k, v: attend(q, k, v, score_mod=score_mod, block_mask=mask, **_grouped(cell))
 
 
 def _standard(cell, device):
@@ -125,6 +130,8 @@ def _standard(cell, device):
     _has_no(cell, "softcap", "alibi")
 
     def attend(q, k, v):
+        if cell.group > 1:
+            k, v = (x.repeat_interleave(cell.group, dim=1) for x in (k, v))
         scores = (q / math.sqrt(q.shape[-1])) @ k.transpose(-2, -1)
         if cell.mask != "full":
             hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=device).triu_(1)

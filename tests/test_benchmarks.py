@@ -8,6 +8,7 @@ import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ import training  # noqa: E402
 from cell import Cell  # noqa: E402
 from implementations import IMPLEMENTATIONS, Implementation  # noqa: E402
 
+PACKED = "--tokens 400 --lengths 9 200 --head-dims 32 --hidden 64 --rounds 2 --idle-ms 0".split()
 SMALL = "--seqlens 96 --head-dims 32 --tokens 192 --hidden 64 --rounds 2 --idle-ms 0".split()
 CELL = Cell("forward", "float32", 96, 32, "full", -1, 2, 2)
 TRANSFORMS = [{}, {"softcap": 1.5}, {"alibi": True}, {"softcap": 1.5, "alibi": True}]
@@ -63,6 +65,96 @@ def test_attention_writes_its_table(device, tmp_path, capsys):
     assert results["machine"]["gemm_gflops"]["bfloat16"] > 0
 
 
+def test_attention_with_grouped_heads(device, tmp_path, capsys):
+    path = tmp_path / "attention.json"
+    attention.main([*SMALL, "--device", device, "--dtypes", "bfloat16", "--window", "7", "--group", "2",
+                    "--hidden", "160", "--peers", "sdpa", "standard", "--json", str(path)])
+    printed, results = capsys.readouterr().out, json.loads(path.read_text())
+    assert printed.count(" H=4  group 2 ") == len(results["cells"]) == 6
+    for cell in results["cells"]:
+        scores = {"full": 96**2, "causal": 96**2 / 2, "window": 8 * 96 - 28}[cell["mask"]]
+        passes = 2.5 if cell["direction"] == "backward" else 1
+        assert cell["flops"] == 4 * 2 * 4 * scores * 32 * passes
+        for name in ("flash_attn", "sdpa", "standard"):
+            assert max(cell["results"][name]["errors"].values()) < 0.1, name
+
+
+@pytest.mark.parametrize("group", [1, 2, 4])
+def test_reference_rows_of_grouped_heads_are_those_of_autograd(group):
+    cell = replace(CELL, direction="backward", mask="causal", batch=1, heads=4, group=group)
+    q, k, v, dout = (x.double() for x in attention.inputs_of(cell, "cpu"))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    results, heads = {}, torch.arange(4)
+    for name, read in {"right": heads // group, "wrong": heads % (4 // group)}.items():
+        heads_first = (x.transpose(1, 2) for x in (q, k[:, :, read], v[:, :, read]))
+        out = torch.nn.functional.scaled_dot_product_attention(*heads_first, is_causal=True).transpose(1, 2)
+        gradients = torch.autograd.grad(out, leaves, dout)
+        results[name] = {"out": out.detach(), **dict(zip(("dq", "dk", "dv"), gradients))}
+    inputs, rows = [x.detach()[0] for x in (q, k, v, dout)], torch.tensor([0, 5, 95])
+    for head in range(4):
+        exact = attention.group_reference_rows(*inputs, rows, cell, head)
+        for name, key_head in {"dq": head, "dk": head // group, "dv": head // group}.items():
+            torch.testing.assert_close(exact[name], results["right"][name][0, rows, key_head])
+    for direction in ("forward", "backward"):
+        found = attention.errors(replace(cell, direction=direction), [x[None] for x in inputs], results)
+        assert max(found["right"].values()) < 1e-12
+        assert (max(found["wrong"].values()) > 0.1) == (group == 2)  # with 1 and 4 it isn't wrong
+
+
+@pytest.mark.parametrize("group", [1, 2])
+def test_packed_writes_its_table(device, tmp_path, capsys, group):
+    path = tmp_path / "packed.json"
+    packed.main([*PACKED, "--device", device, "--group", str(group), "--json", str(path)])
+    printed, results = capsys.readouterr().out, json.loads(path.read_text())
+    assert len(results["cells"]) == printed.count(" T=400 ") == 4 and results["machine"]["torch"]
+    for cell in results["cells"]:
+        passes, part = 2.5 if cell["direction"] == "backward" else 1, 2 if cell["mask"] == "causal" else 1
+        assert sum(cell["lengths"]) == 400 and len(cell["lengths"]) > 2
+        assert cell["flops"] == 4 * 2 * 32 * sum(s**2 for s in cell["lengths"]) / part * passes
+        for name in ("flash_attn", "loop"):
+            one = cell["results"][name]
+            assert len(one["seconds"]) == 2 and one["gflops"] > 0
+            assert set(one["errors"]) == ({"out"} if cell["direction"] == "forward" else {"dq", "dk", "dv"})
+            assert max(one["errors"].values()) < (1e-5 if device == "cpu" else 0.1)
+
+
+def test_packed_notices_what_leaves_its_sequence(tmp_path, monkeypatch):
+    def one_sequence(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal):
+        return flash_attn.flash_attn_func(q[None], k[None], v[None], causal=causal)[0]
+
+    monkeypatch.setattr(flash_attn, "flash_attn_varlen_func", one_sequence)
+    path = tmp_path / "packed.json"
+    packed.main([*PACKED, "--rounds", "1", "--json", str(path)])
+    for cell in json.loads(path.read_text())["cells"]:
+        assert min(cell["results"]["flash_attn"]["errors"].values()) > 0.1
+        assert max(cell["results"]["loop"]["errors"].values()) < 1e-5
+
+
+@pytest.mark.parametrize("mask", ["full", "causal"])
+def test_packed_calls_its_peers_as_ours(mask, monkeypatch):
+    """With ours in the place of what they call."""
+    def fa3(q, k, v, is_causal, softmax_scale, **lengths):
+        options = {"softmax_scale": softmax_scale, "causal": is_causal}
+        return flash_attn.flash_attn_varlen_func(q, k, v, **lengths, **options)
+
+    def varlen_attn(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, window_size=(-1, -1)):
+        lengths = (cu_seq_q, cu_seq_k, max_q, max_k)
+        return flash_attn.flash_attn_varlen_func(q, k, v, *lengths, window_size=window_size)
+
+    def first_varlen_attn(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False):
+        window = (-1, 0 if is_causal else -1)
+        return varlen_attn(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, window_size=window)
+
+    cell = packed.PackedCell("forward", "float32", (7, 33, 1), 32, mask, 2)
+    tensors = [x[0] for x in attention.inputs_of(cell.sequence(41), "cpu")[:3]]
+    exact = packed.IMPLEMENTATIONS["loop"].build(cell, "cpu")(*tensors)
+    monkeypatch.setattr(packed.implementations, "fa3", fa3)
+    for attend in (varlen_attn, first_varlen_attn):
+        monkeypatch.setattr(packed, "varlen", SimpleNamespace(varlen_attn=attend))
+        for name in packed.IMPLEMENTATIONS:
+            torch.testing.assert_close(packed.IMPLEMENTATIONS[name].build(cell, "cpu")(*tensors), exact)
+
+
 def test_masks_writes_its_table(device, tmp_path, capsys):
     path = tmp_path / "masks.json"
     masks.main(["--device", device, "--seqlens", "160", "--heads", "2", "--head-dim", "32", "--rounds", "1",
@@ -73,24 +165,6 @@ def test_masks_writes_its_table(device, tmp_path, capsys):
     for name, one in row["variants"].items():
         assert f"\n{name} " in printed
         assert one["error"] < 0.05 and min(one["forward"] + one["backward"]) > 0
-
-
-@pytest.mark.parametrize("lengths,group", [(None, 1), (48, 2)])
-def test_packed_writes_its_table(device, tmp_path, capsys, lengths, group):
-    path = tmp_path / "packed.json"
-    given = [] if lengths is None else ["--lengths", str(lengths)]
-    packed.main(["--device", device, "--tokens", "200", "--hidden", "64", "--head-dims", "16", "--rounds",
-                 "2", "--repeats", "1", "--peers", "sdpa", "--group", str(group), "--json", str(path),
-                 *given])
-    printed, results = capsys.readouterr().out, json.loads(path.read_text())
-    assert sum(results["shape"]["lengths"]) == (200 if lengths is None else 192)
-    assert len(results["rows"]) == 4 and "refused" not in printed
-    for row in results["rows"]:
-        # Ours and the peer differ by rounding, and the reference is neither.
-        assert set(row["results"]) == {"flash_attn", "sdpa"} and row["heads"] == 4 and row["group"] == group
-        for one in row["results"].values():
-            assert len(one["seconds"]) == 2 and one["gflops"] > 0
-            assert one["error"] < (1e-4 if device == "cpu" else 0.1)
 
 
 def test_multihead_attention_writes_its_table(device, tmp_path, capsys):
@@ -125,10 +199,11 @@ def test_reference_rows_are_those_of_autograd(transforms, mask, left):
         torch.testing.assert_close({**forward, **backward}[name], exact.detach()[rows])
 
 
+@pytest.mark.parametrize("group", [1, 2])
 @pytest.mark.parametrize("mask,left", MASKS)
 @pytest.mark.parametrize("name", ["sdpa", "standard", "deterministic"])
-def test_implementations_compute_the_same(name, mask, left):
-    cell = replace(CELL, mask=mask, left=left)
+def test_implementations_compute_the_same(name, mask, left, group):
+    cell = replace(CELL, mask=mask, left=left, heads=4, group=group)
     inputs, results = attention.inputs_of(cell, "cpu"), {}
     for each in ("flash_attn", name):
         call = attention.prepared_call(cell, IMPLEMENTATIONS[each], inputs, "cpu")
