@@ -61,6 +61,7 @@ def test_against_the_cpu(name, tmp_path, seed):
     assert sum(line.startswith("ok ") for line in lines) > 10
 
 
+@pytest.mark.slow
 @needs_nvcc
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_compiles_without_spills(name, tmp_path):

@@ -1,5 +1,6 @@
 """The CUDA kernels, without a GPU: compiled by the host's compiler and run by tests/emulator/."""
 
+import importlib.util
 import os
 import re
 import shutil
@@ -17,13 +18,15 @@ import build  # noqa: E402  (found on the path set just above)
 # All of a dtype and, of the rest, what the cases ask for.
 KERNELS = ["bfloat16", "float16_d64", "float16_d256", "float32_d64", "float32_d256", "bias_gradient"]
 
-pytestmark = pytest.mark.skipif(
-    not shutil.which("g++") or not shutil.which("nvcc"), reason="needs g++ and the CUDA toolkit's headers")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(
+    not shutil.which("g++") or not shutil.which("nvcc"), reason="needs g++ and the CUDA toolkit's headers")]
 
 
 def run_cases(package, *options, **environment):
-    """(exit status, what pytest said) of emulator/cases.py with the package."""
+    """(exit status, what pytest said) of emulator/cases.py with the package, on all processors."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", FOLDER / "cases.py", *options]
+    if importlib.util.find_spec("xdist") and "PYTEST_XDIST_WORKER" not in os.environ:
+        command += ["-n", str(os.cpu_count())]
     environment = {**os.environ, "PYTHONPATH": str(package), **environment}
     done = subprocess.run(list(map(str, command)), cwd=package, text=True, stdout=subprocess.PIPE,
                           stderr=subprocess.STDOUT, env=environment)
