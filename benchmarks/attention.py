@@ -35,7 +35,7 @@ from pathlib import Path
 
 import torch
 
-from cell import Cell
+from cell import Cell, whole_groups
 from implementations import DETERMINISTIC, IMPLEMENTATIONS, OURS, in_layout
 from machine import GEMM_SIZE, gemm_gflops, gpu_state, machine, seconds_per_call
 
@@ -231,9 +231,8 @@ def cells(options):
         batch = max(1, options.tokens // seqlen)
         flops = 4 * batch * seqlen**2 * head_dim
         heads = int(min(options.hidden // head_dim, CELL_FLOPS[options.device] / flops))
-        heads = max(options.group, heads - heads % options.group)
-        yield Cell(direction, dtype, seqlen, head_dim, mask, left, batch, heads, options.softcap,
-                   options.alibi, options.group)
+        yield Cell(direction, dtype, seqlen, head_dim, mask, left, batch, whole_groups(heads, options.group),
+                   options.softcap, options.alibi, options.group)
 
 
 def looked_up(measured, name):

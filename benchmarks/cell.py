@@ -5,6 +5,11 @@ from dataclasses import dataclass
 import torch
 
 
+def whole_groups(heads, group):
+    """As many heads of q, but a multiple of the group, and not none."""
+    return max(group, heads - heads % group)
+
+
 @dataclass(frozen=True)
 class Cell:
     direction: str  # "forward" or "backward"

@@ -46,7 +46,7 @@ def _has_no(cell, *transforms):
         raise NotImplementedError(f"it has no {' and no '.join(given)}")
 
 
-def _grouped(cell):
+def grouped(cell):
     """What torch's functions want to be told where heads of q share those of k and v."""
     return {"enable_gqa": True} if cell.group > 1 else {}
 
@@ -54,7 +54,7 @@ def _grouped(cell):
 def _sdpa(cell, device):
     _has_no(cell, "softcap", "alibi")
     mask = cell.visible(torch.arange(cell.seqlen), device) if cell.mask == "window" else None
-    options = {"attn_mask": mask, "is_causal": cell.mask == "causal", **_grouped(cell)}
+    options = {"attn_mask": mask, "is_causal": cell.mask == "causal", **grouped(cell)}
     return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, **options)
 
 
@@ -122,7 +122,7 @@ def _flex(cell, device):
     torch._dynamo.reset()  # or after some cells it would go uncompiled
     attend = torch.compile(flex_attention, dynamic=False)
     score_mod = score if cell.softcap or cell.alibi else None
-    return lambda q, k, v: attend(q, k, v, score_mod=score_mod, block_mask=mask, **_grouped(cell))
+    return lambda q, k, v: attend(q, k, v, score_mod=score_mod, block_mask=mask, **grouped(cell))
 
 
 def _standard(cell, device):

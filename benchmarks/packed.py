@@ -27,7 +27,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import attention
 import flash_attn
 import implementations
-from cell import Cell
+from cell import Cell, whole_groups
 from implementations import OURS, Implementation
 from report import fill_in
 
@@ -87,7 +87,7 @@ def _varlen_attn(backend):
     def build(cell, device):
         # torch's first versions of it have no windows, and take grouped heads as they come.
         lengths, known = cell.packing(device).values(), inspect.signature(varlen.varlen_attn).parameters
-        options = {"enable_gqa": True} if cell.group > 1 and "enable_gqa" in known else {}
+        options = implementations.grouped(cell) if "enable_gqa" in known else {}
         if cell.mask == "causal":
             options |= {"is_causal": True} if "is_causal" in known else {"window_size": (-1, 0)}
 
@@ -101,11 +101,11 @@ def _varlen_attn(backend):
 
 
 def _loop(cell, device):
-    grouped = {"enable_gqa": True} if cell.group > 1 else {}
+    options = {"is_causal": cell.mask == "causal", **implementations.grouped(cell)}
 
     def one(*sequence):  # [S, H, D] each
         heads_first = (x.transpose(0, 1)[None] for x in sequence)
-        out = F.scaled_dot_product_attention(*heads_first, is_causal=cell.mask == "causal", **grouped)
+        out = F.scaled_dot_product_attention(*heads_first, **options)
         return out[0].transpose(0, 1)
 
     return lambda q, k, v: torch.cat([one(*x) for x in zip(*(x.split(cell.lengths) for x in (q, k, v)))])
@@ -159,7 +159,7 @@ def cells(lengths, options):
     for dtype, direction, head_dim, mask in itertools.product(
         options.dtypes, ("forward", "backward"), options.head_dims, ("full", "causal")
     ):
-        heads = max(1, options.hidden // head_dim // options.group) * options.group
+        heads = whole_groups(options.hidden // head_dim, options.group)
         yield PackedCell(direction, dtype, lengths, head_dim, mask, heads, options.group)
 
 
