@@ -4,7 +4,7 @@
 #include <cstdint>
 
 template <class Layout>
-uint32_t place(int row, int column) {
+constexpr uint32_t place(int row, int column) {
     return Layout::offset(row, column / Layout::panel, column % Layout::panel / Layout::chunk_elements) +
            column % Layout::chunk_elements * Layout::element_bytes;
 }

@@ -1,6 +1,7 @@
 // The products of csrc/cuda/tile/warp_product.h for FLASH_DTYPE, on tiles of every shape that kernels have,
 // divided among four warps as kernels do, against a plain loop in double.
 #include "../../csrc/cuda/tile/warp_product.h"
+#include "../cpp/tile_place.h"
 #include "device_case.h"
 #include "formats.h"
 
@@ -41,8 +42,7 @@ struct WarpPart {
 
 template <class T>
 __device__ Element& element(char* tile, int row, int column) {
-    const uint32_t chunk = T::offset(row, column / T::panel, column % T::panel / T::chunk_elements);
-    return reinterpret_cast<Element*>(tile + chunk)[column % T::chunk_elements];
+    return *reinterpret_cast<Element*>(tile + place<T>(row, column));
 }
 
 template <class T>

@@ -5,6 +5,7 @@
 #include "../../csrc/cuda/sm90/warpgroup_product.h"
 #include "../../csrc/cuda/tile/tile_layout.h"
 #include "../../csrc/cuda/tile/warp_product.h"
+#include "../cpp/tile_place.h"
 #include "device_case.h"
 #include "formats.h"
 
@@ -22,8 +23,7 @@ extern __shared__ __align__(1024) char memory[];
 
 template <class T>
 __device__ uint16_t& element(char* tile, int row, int column) {
-    const uint32_t chunk = T::offset(row, column / T::panel, column % T::panel / T::chunk_elements);
-    return reinterpret_cast<uint16_t*>(tile + chunk)[column % T::chunk_elements];
+    return *reinterpret_cast<uint16_t*>(tile + place<T>(row, column));
 }
 
 template <class T>
