@@ -20,6 +20,11 @@ struct Launch {
     Device device;
     void* stream;     // cudaStream_t of that device
     void* workspace;  // as many bytes as workspace_bytes() said, 256-byte aligned
+    // The kernel may start while the one before it ends: it waits for that itself (ptx/grid_dependency.h).
+    // From Hopper on.
+    bool overlaps = false;
+
+    Launch overlapping() const { return {device, stream, workspace, true}; }
 };
 
 struct ForwardKernel {

@@ -26,9 +26,13 @@ void launch_kernel(const char* name, void (*kernel)(Parameters...), int64_t bloc
     if (shared_bytes > 48 * 1024)
         check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared_bytes)),
               name);
-    kernel<<<unsigned(blocks), threads, shared_bytes, static_cast<cudaStream_t>(launch.stream)>>>(
-        arguments...);
-    check(cudaGetLastError(), name);
+    cudaLaunchAttribute overlaps{};
+    overlaps.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    overlaps.val.programmaticStreamSerializationAllowed = 1;
+    const cudaLaunchConfig_t config{
+        unsigned(blocks), unsigned(threads), size_t(shared_bytes), static_cast<cudaStream_t>(launch.stream),
+        &overlaps,        launch.overlaps};
+    check(cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...), name);
 }
 
 }  // namespace flash::cuda

@@ -28,7 +28,8 @@ FLAGS = ["-std=c++20", "-fPIC", "-w", "-fvisibility=hidden", "-DFLASH_CUDA", "-D
          "-DTORCH_TARGET_VERSION=0x020a000000000000"]
 REWRITTEN = {
     r"extern __shared__ __align__\(\d+\) char memory\[\];": "char* const memory = emulator::shared_memory();",
-    r"kernel<<<(.*?), static_cast<cudaStream_t>\(launch\.stream\)>>>\(": r"emulator::launch(kernel, \1, ",
+    r"cudaLaunchKernelEx\(&config, kernel, Parameters\(arguments\)\.\.\.\)":
+        "(emulator::launch(kernel, blocks, threads, shared_bytes, arguments...), cudaSuccess)",
     r"__CUDA_ARCH__": "EMULATED_ARCH",
     r"defined\(__x86_64__\)": "0",  # one variant of the CPU engine
 }

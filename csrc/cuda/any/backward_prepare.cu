@@ -1,4 +1,5 @@
 #include "../launch.h"
+#include "../ptx/grid_dependency.h"
 #include "../tile/gpu_math.h"
 #include "rows.cuh"
 #include "rows.h"
@@ -6,50 +7,78 @@
 namespace flash::cuda {
 namespace {
 
+// A block does the rows of one head: a group of lanes the products of some, 32 apart; then a thread each what
+// becomes of those, so that what lies by rows is read and written in whole sectors.
 constexpr int kLanes = 8;  // a row of 64 16-bit elements is one 16-byte load a lane
-constexpr int kThreads = 256;
+constexpr int kThreads = 256, kGroups = kThreads / kLanes;
+constexpr int kRowsOfGroup = 4, kRows = kRowsOfGroup * kGroups;
 
 template <DType dtype>
-__device__ float product(const typename ElementOf<dtype>::Bits* a, const typename ElementOf<dtype>::Bits* b,
-                         int columns, bool vectors) {
+struct Vector {
     using Element = ElementOf<dtype>;
-    constexpr int kVector = 16 / sizeof(typename Element::Bits);
-    const int lane = threadIdx.x % kLanes;
-    float sum = 0;
-    if (vectors) {
-        for (int column = lane * kVector; column < columns; column += kLanes * kVector) {
-            typename Element::Bits x[kVector], y[kVector];
-            *reinterpret_cast<uint4*>(x) = *reinterpret_cast<const uint4*>(a + column);
-            *reinterpret_cast<uint4*>(y) = *reinterpret_cast<const uint4*>(b + column);
-#pragma unroll
-            for (int i = 0; i < kVector; ++i) sum += Element::to_float(x[i]) * Element::to_float(y[i]);
-        }
-    } else {
-        // The same numbers in the same order: how the rows lie decides no bit.
-        for (int column = lane * kVector; column < columns; column += kLanes * kVector)
-            for (int i = column; i < column + kVector && i < columns; ++i)
-                sum += Element::to_float(a[i]) * Element::to_float(b[i]);
+    static constexpr int length = 16 / sizeof(typename Element::Bits);
+
+    __device__ explicit Vector(const typename Element::Bits* from) {
+        *reinterpret_cast<uint4*>(x) = *reinterpret_cast<const uint4*>(from);
     }
+    __device__ float operator[](int i) const { return Element::to_float(x[i]); }
+
+    alignas(16) typename Element::Bits x[length];
+};
+
+// The group's rows of an operand.
+template <DType dtype>
+class Rows {
+  public:
+    using Bits = typename ElementOf<dtype>::Bits;
+
+    // Those that don't exist are the last one.
+    __device__ Rows(const TensorView& view, int64_t batch, int64_t head, int64_t first, int64_t rows) {
 #pragma unroll
-    for (int step = 1; step < kLanes; step *= 2) sum += __shfl_xor_sync(0xffffffff, sum, step);
-    return sum;
+        for (int i = 0; i < kRowsOfGroup; ++i) {
+            const int64_t row = first + threadIdx.x / kLanes + i * kGroups;
+            rows_[i] = row_of<const Bits>(view, batch, row < rows ? row : rows - 1, head);
+        }
+    }
+    __device__ const Bits* operator[](int i) const { return rows_[i]; }
+
+  private:
+    const Bits* rows_[kRowsOfGroup];
+};
+
+template <DType dtype>
+__device__ void multiply(float (&sums)[kRowsOfGroup], const Rows<dtype>& a, const Rows<dtype>& b, int columns,
+                         bool vectors) {
+    using Element = ElementOf<dtype>;
+    constexpr int kVector = Vector<dtype>::length;
+    for (int column = threadIdx.x % kLanes * kVector; column < columns; column += kLanes * kVector) {
+        if (vectors) {
+#pragma unroll
+            for (int i = 0; i < kRowsOfGroup; ++i) {
+                const Vector<dtype> x(a[i] + column), y(b[i] + column);
+#pragma unroll
+                for (int e = 0; e < kVector; ++e) sums[i] += x[e] * y[e];
+            }
+        } else {
+            // The same numbers in the same order: how the rows lie decides no bit.
+            for (int i = 0; i < kRowsOfGroup; ++i)
+                for (int e = column; e < column + kVector && e < columns; ++e)
+                    sums[i] += Element::to_float(a[i][e]) * Element::to_float(b[i][e]);
+        }
+    }
 }
 
-// Of a row that is whole vectors.
+// Rows with an element that is not finite become NaN; they are whole vectors.
 template <DType dtype>
-__device__ bool is_finite(const typename ElementOf<dtype>::Bits* row, int columns) {
-    using Element = ElementOf<dtype>;
-    constexpr int kVector = 16 / sizeof(typename Element::Bits);
-    float zero = 0;  // NaN if an element is not finite
-    for (int column = threadIdx.x % kLanes * kVector; column < columns; column += kLanes * kVector) {
-        typename Element::Bits x[kVector];
-        *reinterpret_cast<uint4*>(x) = *reinterpret_cast<const uint4*>(row + column);
+__device__ void look_for_bad(float (&sums)[kRowsOfGroup], const Rows<dtype>& rows, int columns) {
+    constexpr int kVector = Vector<dtype>::length;
+    for (int column = threadIdx.x % kLanes * kVector; column < columns; column += kLanes * kVector)
 #pragma unroll
-        for (int i = 0; i < kVector; ++i) zero = fmaf(Element::to_float(x[i]), 0, zero);
-    }
+        for (int i = 0; i < kRowsOfGroup; ++i) {
+            const Vector<dtype> x(rows[i] + column);
 #pragma unroll
-    for (int step = 1; step < kLanes; step *= 2) zero += __shfl_xor_sync(0xffffffff, zero, step);
-    return zero == 0;
+            for (int e = 0; e < kVector; ++e) sums[i] += x[e] * 0;
+        }
 }
 
 bool rows_are_vectors(const TensorView& view, int64_t head_dim, int64_t element_bytes) {
@@ -58,35 +87,47 @@ bool rows_are_vectors(const TensorView& view, int64_t head_dim, int64_t element_
 }
 
 template <DType dtype>
-__global__ void __launch_bounds__(kThreads)
-    attention_delta(const __grid_constant__ BackwardProblem problem,
-                    const __grid_constant__ AlignedStatistics aligned, bool vectors, int64_t batches) {
-    using Bits = typename ElementOf<dtype>::Bits;
+__global__ void __launch_bounds__(kThreads) attention_delta(const __grid_constant__ BackwardProblem problem,
+                                                            const __grid_constant__ AlignedStatistics aligned,
+                                                            bool vectors, int64_t batches, int64_t tiles) {
     const ForwardProblem& forward = problem.forward;
-    const HeadRow at = HeadRow::of_thread<kLanes>(batches, forward.rows_q, forward.heads_q);
-    const int64_t batch = at.exists ? at.batch : 0, row = at.exists ? at.row : 0;
-    const float sum = product<dtype>(row_of<const Bits>(forward.out, batch, row, at.head),
-                                     row_of<const Bits>(problem.dout, batch, row, at.head),
-                                     int(forward.head_dim_v), vectors);
-    bool hidden = false;  // by a softcap: what of Q is not finite leaves no mark on lse
+    let_next_grid_start();
+    const HeadRow tile = HeadRow::of_thread<kThreads>(batches, tiles, forward.heads_q);
+    const int64_t batch = tile.batch, head = tile.head, rows = forward.rows_q, first = tile.row * kRows;
+    const int64_t row = first + threadIdx.x;
+    const bool finishes = threadIdx.x < kRows && row < rows;
+    const float lse = finishes ? *statistics_of<const float>(forward.lse, batch, row, head) : 0;
+
+    float sums[kRowsOfGroup] = {};
+    multiply<dtype>(sums, Rows<dtype>(forward.out, batch, head, first, rows),
+                    Rows<dtype>(problem.dout, batch, head, first, rows), int(forward.head_dim_v), vectors);
+    // A softcap hides it: what of Q is not finite leaves no mark on lse.
     if (aligned.delta.data && forward.softcap != 0)
-        hidden = !is_finite<dtype>(row_of<const Bits>(forward.q, batch, row, at.head), int(forward.head_dim));
-    if (!at.exists || threadIdx.x % kLanes != 0) return;
-    const float lse = *statistics_of<const float>(forward.lse, at.batch, at.row, at.head);
+        look_for_bad<dtype>(sums, Rows<dtype>(forward.q, batch, head, first, rows), int(forward.head_dim));
+    extern __shared__ __align__(16) char memory[];
+    float* const of_rows = reinterpret_cast<float*>(memory);
+#pragma unroll
+    for (int i = 0; i < kRowsOfGroup; ++i) {
+#pragma unroll
+        for (int step = 1; step < kLanes; step *= 2) sums[i] += __shfl_xor_sync(0xffffffff, sums[i], step);
+        if (threadIdx.x % kLanes == 0) of_rows[threadIdx.x / kLanes + i * kGroups] = sums[i];
+    }
+    __syncthreads();
+    if (!finishes) return;
     const bool seen = lse != -INFINITY;
-    const float dlse =
-        problem.dlse.data ? *statistics_of<const float>(problem.dlse, at.batch, at.row, at.head) : 0;
-    const float delta = hidden ? NAN : seen ? sum - dlse : 0;
+    const float dlse = problem.dlse.data ? *statistics_of<const float>(problem.dlse, batch, row, head) : 0;
+    const float delta = seen ? of_rows[threadIdx.x] - dlse : 0;
     if (!aligned.delta.data) {
-        *statistics_of<float>(problem.delta, at.batch, at.row, at.head) = delta;
+        *statistics_of<float>(problem.delta, batch, row, head) = delta;
         return;
     }
-    const int64_t place = aligned.rows.place(at.row);
+    const int64_t place = aligned.rows.place(row);
+    // Nobody computes with a row that is in no sequence, but it is copied beside its neighbours.
+    if (place < 0 || !(fabsf(lse) + fabsf(delta) < INFINITY)) *aligned.not_finite = 1;
     if (place < 0) return;
-    *statistics_of<float>(aligned.delta, at.batch, place, at.head) = delta;
-    *statistics_of<float>(aligned.lse_log2, at.batch, place, at.head) =
+    *statistics_of<float>(aligned.delta, batch, place, head) = delta;
+    *statistics_of<float>(aligned.lse_log2, batch, place, head) =
         seen ? lse * float(GpuMath::unit) : INFINITY;
-    if (!(fabsf(lse) + fabsf(delta) < INFINITY)) *aligned.not_finite = 1;
 }
 
 }  // namespace
@@ -94,13 +135,13 @@ __global__ void __launch_bounds__(kThreads)
 void compute_delta(const BackwardProblem& problem, const AlignedStatistics& to, const Launch& launch) {
     const ForwardProblem& forward = problem.forward;
     const int64_t batches = forward.cu_seqlens_q ? 1 : forward.batch;
-    const int64_t rows = batches * forward.rows_q * forward.heads_q;
+    const int64_t tiles = (forward.rows_q + kRows - 1) / kRows;
     dispatch_dtype(forward.dtype, [&]<DType dtype>() {
         const int64_t bytes = sizeof(typename ElementOf<dtype>::Bits);
         const bool vectors = rows_are_vectors(forward.out, forward.head_dim_v, bytes) &&
                              rows_are_vectors(problem.dout, forward.head_dim_v, bytes);
-        launch_kernel("attention_delta", attention_delta<dtype>, (rows * kLanes + kThreads - 1) / kThreads,
-                      kThreads, 0, launch, problem, to, vectors, batches);
+        launch_kernel("attention_delta", attention_delta<dtype>, batches * tiles * forward.heads_q, kThreads,
+                      kRows * sizeof(float), launch, problem, to, vectors, batches, tiles);
     });
 }
 

@@ -60,9 +60,10 @@ class DqSums {
     }
 
     // Counters, then sums; all zero at the start.
-    int64_t bytes() const {
-        return counter_bytes() +
-               int64_t(places_.divisor) * unit_tiles_.divisor * tile_elements_ * int64_t(sizeof(float));
+    int64_t bytes() const { return bytes_of(places_.divisor); }
+    // Of the first places.
+    int64_t bytes_of(int64_t places) const {
+        return counter_bytes() + places * unit_elements() * int64_t(sizeof(float));
     }
     void lie_at(void* workspace) {
         done_ = static_cast<uint32_t*>(workspace);
@@ -90,6 +91,7 @@ class DqSums {
         return of_tile(unit, i * tiles_of_head() + first_tile(batch));
     }
 
+    FLASH_HOST_DEVICE int64_t unit_elements() const { return unit_tiles_.divisor * tile_elements_; }
     // How many tiles a unit has, and which queries a tile holds.
     FLASH_HOST_DEVICE const Division& unit_tiles() const { return unit_tiles_; }
     __device__ __forceinline__ RowTile rows_of(const ForwardProblem& problem, uint32_t unit,

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "../ptx/grid_dependency.h"
 #include "backward_launch.h"
 
 namespace flash::cuda {
@@ -28,15 +29,17 @@ __global__ void __launch_bounds__(kConfiguration.threads, 1)
                        const __grid_constant__ BackwardMaps maps,
                        const __grid_constant__ AlignedStatistics statistics,
                        const __grid_constant__ TileQueue queue, const __grid_constant__ DqSums dq_sums,
-                       uint32_t* turns, BackwardOrder order, const __grid_constant__ float score_unit) {
+                       const __grid_constant__ DqZeros dq_zeros, uint32_t* turns, BackwardOrder order,
+                       const __grid_constant__ float score_unit) {
     extern __shared__ __align__(1024) char memory[];
     Shared& shared = *reinterpret_cast<Shared*>(memory);
     if (threadIdx.x == 0) {
         shared.start();
         fence_async_proxy();
-        // Of packed sequences, rows that belong to none are copied, too, and nobody has looked at them.
-        shared.all_finite = !problem.forward.cu_seqlens_q && *statistics.not_finite == 0;
     }
+    await_grid_before();
+    let_next_grid_start();
+    if (threadIdx.x == 0) shared.all_finite = *statistics.not_finite == 0;
     __syncthreads();
     if (threadIdx.x >= kConfiguration.consumers) {
         shrink_registers<kProducerRegisters>();
@@ -51,8 +54,10 @@ __global__ void __launch_bounds__(kConfiguration.threads, 1)
                 adder.add_to_zeros();
         } else if (warp == kConfiguration.warpgroups) {
             producer.template run<false>();
-        } else {
+        } else if constexpr (kInWalk) {
             producer.template run<true>();
+        } else {
+            producer.template run<true>(dq_zeros);
         }
     } else {
         grow_registers<kConsumerRegisters>();
@@ -63,6 +68,7 @@ __global__ void __launch_bounds__(kConfiguration.threads, 1)
 __global__ void __launch_bounds__(kConfiguration.consumers)
     finish_dq(const __grid_constant__ BackwardProblem problem, const __grid_constant__ DqSums dq_sums) {
     extern __shared__ __align__(1024) char memory[];
+    await_grid_before();
     finish_tile<Dq<kDType, kConfiguration>>(problem, dq_sums, blockIdx.x, shared_address(memory));
 }
 
@@ -109,9 +115,13 @@ struct Walk {
     BackwardOrder order;
     RowTiling keys;
     DqSums dq_sums;
+    DqZeros dq_zeros;
 
     Walk(const ForwardProblem& problem, const Device& device)
-        : order(order_of(problem, device)), keys(tiling(problem, device)), dq_sums(sums(problem, device)) {}
+        : order(order_of(problem, device)),
+          keys(tiling(problem, device)),
+          dq_sums(sums(problem, device)),
+          dq_zeros(in_walk() ? DqZeros() : DqZeros(keys, device.multiprocessors)) {}
 
     bool in_walk() const { return order != BackwardOrder::by_length; }
     bool whole_units() const { return order == BackwardOrder::whole_units; }
@@ -154,11 +164,12 @@ struct Walk {
     }
 };
 
-// The queue's counter, statistics; from where their zeros begin on: turns; sums of dQ.
+// The queue's counter, statistics; from where their zeros begin on: turns; how far zeros of dQ's sums are;
+// those.
 int64_t workspace_bytes(const BackwardProblem& problem, const Device& device) {
     const Walk walk(problem.forward, device);
     return padded(TileQueue::workspace_bytes) + StatisticsSpace(problem.forward).bytes() +
-           walk.turns_bytes() + walk.dq_sums.bytes();
+           walk.turns_bytes() + padded(walk.dq_zeros.bytes()) + walk.dq_sums.bytes();
 }
 
 void launch(const BackwardProblem& problem, const Launch& launch) {
@@ -168,9 +179,12 @@ void launch(const BackwardProblem& problem, const Launch& launch) {
     const AlignedStatistics statistics = space.at(workspace);
     Walk walk(forward, launch.device);
     char* const turns = workspace + space.bytes();
-    char* const sums = turns + walk.turns_bytes();
+    char* const zeros_counters = turns + walk.turns_bytes();
+    char* const sums = zeros_counters + padded(walk.dq_zeros.bytes());
     char* const zeros = workspace + space.zeros();
-    set_zero(zeros, sums - zeros + (walk.in_walk() ? 0 : walk.dq_sums.bytes()), FLASH_KERNEL_NAME, launch);
+    const int64_t zero_sums = walk.in_walk() ? 0 : walk.dq_sums.bytes_of(walk.dq_zeros.lead());
+    set_zero(zeros, sums - zeros + zero_sums, FLASH_KERNEL_NAME, launch);
+    walk.dq_zeros.lie_at(zeros_counters);
     walk.dq_sums.lie_at(sums);
     if (walk.in_walk() && !every_query_sees_keys(forward)) {  // nobody comes to tiles that see none
         const int64_t rows = (forward.cu_seqlens_q ? 1 : forward.batch) * forward.rows_q;
@@ -178,18 +192,19 @@ void launch(const BackwardProblem& problem, const Launch& launch) {
     }
     compute_delta(problem, statistics, launch);
     constexpr int query_tile = kConfiguration.query_tile, key_tile = kConfiguration.key_tile;
-    // By a counter, since blocks in step would add to the same sums at the same time.
+    // By a counter, since blocks in step would add to the same sums at the same time; strictly, since blocks
+    // wait for those that take tiles before them.
     const TileQueue queue(walk.keys, walk.whole_units() ? walk.keys.heads() : walk.keys.count(), 0,
-                          launch.workspace, walk.has_turns());
+                          launch.workspace, !walk.whole_units());
     const BackwardMaps maps =
         maps_of(problem, statistics, kDType, query_tile, key_tile, kConfiguration.biased);
     launch_kernel(FLASH_KERNEL_NAME, walk.in_walk() ? attention_backward<true> : attention_backward<false>,
-                  walk.blocks(launch.device), kConfiguration.threads, sizeof(Shared), launch, problem, maps,
-                  statistics, queue, walk.dq_sums,
+                  walk.blocks(launch.device), kConfiguration.threads, sizeof(Shared), launch.overlapping(),
+                  problem, maps, statistics, queue, walk.dq_sums, walk.dq_zeros,
                   walk.has_turns() ? reinterpret_cast<uint32_t*>(turns) : nullptr, walk.order,
                   score_unit(forward, kConfiguration.transformed));
     launch_kernel(FLASH_KERNEL_NAME, finish_dq, walk.dq_sums.unfinished_tiles(), kConfiguration.consumers,
-                  query_tile * kConfiguration.columns() * 2, launch, problem, walk.dq_sums);
+                  query_tile * kConfiguration.columns() * 2, launch.overlapping(), problem, walk.dq_sums);
     if constexpr (kConfiguration.biased)
         if (problem.dbias.data) FLASH_BIAS_GRADIENT(problem, statistics, launch);
 }

@@ -43,9 +43,10 @@ class DqAdder {
                                        int warpgroup)
         : dq_sums_(dq_sums), turns_(turns), shared_(shared), warpgroup_(warpgroup) {}
 
-    // Whatever tiles of queries the blocks visit; the sums are zeros at the start.
+    // Whatever tiles of queries the blocks visit.
     __device__ __forceinline__ void add_to_zeros() {
         for_each_plan([&](const BackwardPlan& plan) {
+            fence_async_proxy_of_memory();  // who made the plan has waited for the zeros
 #pragma unroll 1
             for (bool last = false; !last; ++n_) {
                 if (lane_index() == 0) mbarrier_arrive(empty());

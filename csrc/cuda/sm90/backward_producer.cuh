@@ -10,6 +10,7 @@
 #include "../ptx/tma.h"
 #include "backward_plan.cuh"
 #include "bias_tile.cuh"
+#include "dq_zeros.cuh"
 #include "load_rows.cuh"
 #include "tensor_map.h"
 #include "tile_queue.cuh"
@@ -41,8 +42,8 @@ class BackwardProducer {
     // miss it. Plans and the tiles that are masked, or all others and keys and values, so that few registers
     // suffice for those. What a warp reads in shared memory or spills it waits for as long as products do; of
     // tiles that are not masked it should read the barrier alone.
-    template <bool kMasked>
-    __device__ void run() {
+    template <bool kMasked, class Zeros = NoDqZeros>
+    __device__ void run(const Zeros& zeros = {}) {
         TileQueue::Reader queue(queue_);
         uint32_t stage = 0, free = 1;  // the parity of the stage's last use
         uint32_t handed = 0;           // the same of each stage as the one warp hands it to the other
@@ -57,6 +58,10 @@ class BackwardProducer {
                 __syncwarp();
                 if (lane_index() == 0) make_plan(queue, tile);
                 __syncwarp();
+                const BackwardPlan& plan = shared_.plan(tile);
+                if (!plan.end) zeros.await(plan.place.head);
+                if (lane_index() == 0) mbarrier_arrive(in_ring(shared_.planned, tile));
+                if (!plan.end) zeros.clear_later(plan.place, dq_sums_);
             } else {
                 shared_.await_plan(tile);
             }
@@ -152,7 +157,6 @@ class BackwardProducer {
         } else {
             plan.end = true;
         }
-        mbarrier_arrive(in_ring(shared_.planned, tile));
     }
     // False at the end.
     __device__ __forceinline__ bool next_place(TileQueue::Reader& queue, uint32_t tile,

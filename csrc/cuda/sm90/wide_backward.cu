@@ -4,6 +4,7 @@
 
 #include "backward_launch.h"
 #include "key_gradients.cuh"
+#include "../ptx/grid_dependency.h"
 #include "../ptx/register_budget.h"
 #include "query_gradient.cuh"
 
@@ -33,9 +34,10 @@ __global__ void __launch_bounds__(kConfiguration.threads, 1)
     if (threadIdx.x == 0) {
         shared.start();
         fence_async_proxy();
-        // Of packed sequences, rows that belong to none are copied, too, and nobody has looked at them.
-        shared.all_finite = !problem.forward.cu_seqlens_q && *statistics.not_finite == 0;
     }
+    await_grid_before();
+    let_next_grid_start();
+    if (threadIdx.x == 0) shared.all_finite = *statistics.not_finite == 0;
     __syncthreads();
     if (threadIdx.x >= kConfiguration.consumers) {
         shrink_registers<kProducerRegisters>();
@@ -74,6 +76,8 @@ __global__ void __launch_bounds__(kConfiguration.threads, 1)
         grow_registers<kConsumerRegisters>();
         QueryGradient<kDType, kQueries>(problem, statistics, shared, score_unit).run();
     }
+    // It needs nothing of attention_key_gradients, but whoever waits for this grid means both.
+    await_grid_before();
 }
 
 RowTiling query_tiling(const ForwardProblem& problem, const Device& device) {
@@ -116,15 +120,16 @@ void launch(const BackwardProblem& problem, const Launch& launch) {
 
     const RowTiling keys = RowTiling::of_keys(forward, key_tile, launch.device.l2_bytes / 3);
     const DqSums no_sums = DqSums::of_places(RowTiling::of_queries(forward, query_tile, 0), 1, 1, 0, 1);
-    launch_walk(attention_key_gradients, keys, sizeof(Shared), launch, problem, maps, statistics,
-                TileQueue(keys, keys.count(), 0, counters), no_sums, unit);
+    launch_walk(attention_key_gradients, keys, sizeof(Shared), launch.overlapping(), problem, maps,
+                statistics, TileQueue(keys, keys.count(), 0, counters), no_sums, unit);
 
     const RowTiling queries = query_tiling(forward, launch.device);
     const QueryGradientMaps query_maps{
         tensor_map(queries_of(forward, forward.q, forward.head_dim), kDType, 64),
         tensor_map(queries_of(forward, problem.dout, forward.head_dim_v), kDType, 64), maps.k, maps.v};
-    launch_walk(attention_query_gradient, queries, sizeof(QueryShared), launch, problem, query_maps,
-                statistics,
+    // Where there are no keys, the grid before is delta's.
+    launch_walk(attention_query_gradient, queries, sizeof(QueryShared),
+                keys.count() > 0 ? launch.overlapping() : launch, problem, query_maps, statistics,
                 TileQueue(queries, queries.count(), tiles_ahead(forward, kQueries),
                           counters + padded(TileQueue::workspace_bytes)),
                 unit);
