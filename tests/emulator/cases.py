@@ -430,3 +430,10 @@ def test_backward_of_many_tiles_of_keys(head_dim, features, deterministic):
         ends = (0, 70, 70, 203, 203, 470)
         given = dataclasses.replace(given, cu_seqlens_q=ends, cu_seqlens_k=(0, 0, 130, 290, 300, 560))
     given.check(actual=given.run(deterministic=deterministic))
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+def test_backward_of_more_heads_than_are_cleared_before(head_dim):
+    """The sums of later heads' dQ are cleared beside the walk of earlier ones (dq_zeros.cuh)."""
+    given = case(HALF, head_dim, 10, 1200, num_heads=7, num_heads_k=7)  # no round number of its blocks
+    given.check()

@@ -7,11 +7,14 @@
 namespace flash::cuda {
 namespace {
 
-// A block does the rows of one head: a group of lanes the products of some, 32 apart; then a thread each what
-// becomes of those, so that what lies by rows is read and written in whole sectors.
-constexpr int kLanes = 8;  // a row of 64 16-bit elements is one 16-byte load a lane
-constexpr int kThreads = 256, kGroups = kThreads / kLanes;
-constexpr int kRowsOfGroup = 4, kRows = kRowsOfGroup * kGroups;
+// A block does the rows of one head: a group of lanes the products of some; then a thread each what becomes
+// of those, so that what lies by rows is read and written in whole sectors.
+constexpr int kThreads = 256, kRowsOfGroup = 4;
+// Lanes of a group: 8 read 64 16-bit elements of a row at once, 4 read 32.
+template <int kLanes>
+struct Block {
+    static constexpr int groups = kThreads / kLanes, rows = kRowsOfGroup * groups;
+};
 
 template <DType dtype>
 struct Vector {
@@ -27,7 +30,7 @@ struct Vector {
 };
 
 // The group's rows of an operand.
-template <DType dtype>
+template <DType dtype, int kLanes>
 class Rows {
   public:
     using Bits = typename ElementOf<dtype>::Bits;
@@ -36,7 +39,7 @@ class Rows {
     __device__ Rows(const TensorView& view, int64_t batch, int64_t head, int64_t first, int64_t rows) {
 #pragma unroll
         for (int i = 0; i < kRowsOfGroup; ++i) {
-            const int64_t row = first + threadIdx.x / kLanes + i * kGroups;
+            const int64_t row = first + threadIdx.x / kLanes + i * Block<kLanes>::groups;
             rows_[i] = row_of<const Bits>(view, batch, row < rows ? row : rows - 1, head);
         }
     }
@@ -46,9 +49,9 @@ class Rows {
     const Bits* rows_[kRowsOfGroup];
 };
 
-template <DType dtype>
-__device__ void multiply(float (&sums)[kRowsOfGroup], const Rows<dtype>& a, const Rows<dtype>& b, int columns,
-                         bool vectors) {
+template <DType dtype, int kLanes>
+__device__ void multiply(float (&sums)[kRowsOfGroup], const Rows<dtype, kLanes>& a,
+                         const Rows<dtype, kLanes>& b, int columns, bool vectors) {
     using Element = ElementOf<dtype>;
     constexpr int kVector = Vector<dtype>::length;
     for (int column = threadIdx.x % kLanes * kVector; column < columns; column += kLanes * kVector) {
@@ -69,8 +72,8 @@ __device__ void multiply(float (&sums)[kRowsOfGroup], const Rows<dtype>& a, cons
 }
 
 // Rows with an element that is not finite become NaN; they are whole vectors.
-template <DType dtype>
-__device__ void look_for_bad(float (&sums)[kRowsOfGroup], const Rows<dtype>& rows, int columns) {
+template <DType dtype, int kLanes>
+__device__ void look_for_bad(float (&sums)[kRowsOfGroup], const Rows<dtype, kLanes>& rows, int columns) {
     constexpr int kVector = Vector<dtype>::length;
     for (int column = threadIdx.x % kLanes * kVector; column < columns; column += kLanes * kVector)
 #pragma unroll
@@ -86,11 +89,12 @@ bool rows_are_vectors(const TensorView& view, int64_t head_dim, int64_t element_
     return (reinterpret_cast<uintptr_t>(view.data) | elements * element_bytes) % 16 == 0;
 }
 
-template <DType dtype>
+template <DType dtype, int kLanes>
 __global__ void __launch_bounds__(kThreads) attention_delta(const __grid_constant__ BackwardProblem problem,
                                                             const __grid_constant__ AlignedStatistics aligned,
                                                             bool vectors, int64_t batches, int64_t tiles) {
     const ForwardProblem& forward = problem.forward;
+    constexpr int kRows = Block<kLanes>::rows;
     let_next_grid_start();
     const HeadRow tile = HeadRow::of_thread<kThreads>(batches, tiles, forward.heads_q);
     const int64_t batch = tile.batch, head = tile.head, rows = forward.rows_q, first = tile.row * kRows;
@@ -99,18 +103,19 @@ __global__ void __launch_bounds__(kThreads) attention_delta(const __grid_constan
     const float lse = finishes ? *statistics_of<const float>(forward.lse, batch, row, head) : 0;
 
     float sums[kRowsOfGroup] = {};
-    multiply<dtype>(sums, Rows<dtype>(forward.out, batch, head, first, rows),
-                    Rows<dtype>(problem.dout, batch, head, first, rows), int(forward.head_dim_v), vectors);
+    using Rows = Rows<dtype, kLanes>;
+    multiply(sums, Rows(forward.out, batch, head, first, rows), Rows(problem.dout, batch, head, first, rows),
+             int(forward.head_dim_v), vectors);
     // A softcap hides it: what of Q is not finite leaves no mark on lse.
     if (aligned.delta.data && forward.softcap != 0)
-        look_for_bad<dtype>(sums, Rows<dtype>(forward.q, batch, head, first, rows), int(forward.head_dim));
+        look_for_bad(sums, Rows(forward.q, batch, head, first, rows), int(forward.head_dim));
     extern __shared__ __align__(16) char memory[];
     float* const of_rows = reinterpret_cast<float*>(memory);
 #pragma unroll
     for (int i = 0; i < kRowsOfGroup; ++i) {
 #pragma unroll
         for (int step = 1; step < kLanes; step *= 2) sums[i] += __shfl_xor_sync(0xffffffff, sums[i], step);
-        if (threadIdx.x % kLanes == 0) of_rows[threadIdx.x / kLanes + i * kGroups] = sums[i];
+        if (threadIdx.x % kLanes == 0) of_rows[threadIdx.x / kLanes + i * Block<kLanes>::groups] = sums[i];
     }
     __syncthreads();
     if (!finishes) return;
@@ -135,13 +140,19 @@ __global__ void __launch_bounds__(kThreads) attention_delta(const __grid_constan
 void compute_delta(const BackwardProblem& problem, const AlignedStatistics& to, const Launch& launch) {
     const ForwardProblem& forward = problem.forward;
     const int64_t batches = forward.cu_seqlens_q ? 1 : forward.batch;
-    const int64_t tiles = (forward.rows_q + kRows - 1) / kRows;
     dispatch_dtype(forward.dtype, [&]<DType dtype>() {
         const int64_t bytes = sizeof(typename ElementOf<dtype>::Bits);
         const bool vectors = rows_are_vectors(forward.out, forward.head_dim_v, bytes) &&
                              rows_are_vectors(problem.dout, forward.head_dim_v, bytes);
-        launch_kernel("attention_delta", attention_delta<dtype>, batches * tiles * forward.heads_q, kThreads,
-                      kRows * sizeof(float), launch, problem, to, vectors, batches, tiles);
+        const auto run = [&](auto kernel, int rows) {
+            const int64_t tiles = (forward.rows_q + rows - 1) / rows;
+            launch_kernel("attention_delta", kernel, batches * tiles * forward.heads_q, kThreads,
+                          rows * sizeof(float), launch, problem, to, vectors, batches, tiles);
+        };
+        if (forward.head_dim_v * bytes % 128 == 0)
+            run(attention_delta<dtype, 8>, Block<8>::rows);
+        else
+            run(attention_delta<dtype, 4>, Block<4>::rows);
     });
 }
 

@@ -11,8 +11,8 @@
 //
 // For long sequences one block would be at a unit for long, and little is gained; and where heads go in large
 // sections, so many units are begun at once that the cache doesn't hold them. Then all units have places,
-// cleared at the start, and finish_dq rounds them. (sm90's blocks mostly know which addition is the first and
-// which the last: sm90/backward_dq.cuh.)
+// cleared at the start (on sm90 mostly beside the walk: sm90/dq_zeros.cuh), and finish_dq rounds them. (sm90's
+// blocks mostly know which addition is the first and which the last: sm90/backward_dq.cuh.)
 #pragma once
 
 #include <algorithm>
@@ -196,11 +196,13 @@ class DqTile {
         });
     }
 
-    // Sums that are complete, past the first-level cache, which doesn't see additions.
-    __device__ __forceinline__ static void load(Accumulators& dq, const float* sums) {
+    // Sums that are complete, past the first-level cache, which doesn't see additions; of so many columns of
+    // the tile.
+    __device__ __forceinline__ static void load(Accumulators& dq, const float* sums, int columns = kColumns) {
         sums += threads_place();
         each([&](int m, int n, int place) {
             auto& x = dq.value[m][n];
+            if (column() + n * 8 >= columns) return;
 #if __CUDA_ARCH__ >= 900
             const float4 sum = __ldcg(reinterpret_cast<const float4*>(sums + place));
             x[0] = sum.x, x[1] = sum.y, x[2] = sum.z, x[3] = sum.w;
@@ -268,7 +270,7 @@ __device__ __forceinline__ void finish_tile(const BackwardProblem& problem, cons
     const RowTile rows = sums.rows_of(problem.forward, unit, tile);
     if (rows.rows.empty()) return;
     typename Tile::Accumulators dq;
-    Tile::load(dq, sums.of_tile(unit, tile));
+    Tile::load(dq, sums.of_tile(unit, tile), int(problem.forward.head_dim));
     Tile::store(problem, rows, dq, sums.scale(), shared_tile);
 }
 

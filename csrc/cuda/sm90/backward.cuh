@@ -56,12 +56,14 @@ class BackwardConsumer {
             keep(zero);
             dk_.fill(zero[0]);
             dv_.fill(zero[0]);
-            if (plan.has_queries)
+            if (plan.has_queries) {
                 walk(tile, n);
-            else
+            } else {
                 mbarrier_wait(shared_address(&shared_.k_full), tile % 2);
-            mbarrier_arrive_warp(shared_address(&shared_.keys_empty));
-            store(plan, tile);
+                leave_values();
+                leave_keys();
+            }
+            store(plan, tile, n);
         }
     }
 
@@ -171,8 +173,9 @@ class BackwardConsumer {
             exponentiate(s, lse, n);
             wgmma_wait<0>();
             keep(registers_of(dp));
+            if (flags & QueryNote::last) leave_values();
             differentiate(s, dp, n);
-            if (flags & QueryNote::masked) mask(s, dp, note, words, n);
+            if (flags & QueryNote::masked) mask(s, dp, flags, words, n);
             if constexpr (c.biased)
                 if (bias_hides) clear_hidden(s, dp);
             const Operand ds(dp);
@@ -191,6 +194,7 @@ class BackwardConsumer {
             const DqEnd end = await_room_for_dq(n);
             wgmma_wait<1>();
             keep(registers_of(dq));
+            if (flags & QueryNote::last) leave_keys();
             hand_over(dq, end, flags, n);
             wgmma_wait<0>();
             leave(n);
@@ -212,6 +216,14 @@ class BackwardConsumer {
     // The n-th tile's dV and dK have what they need of it.
     __device__ __forceinline__ void leave(uint32_t n) const {
         mbarrier_arrive_warp(in_ring(shared_.empty, n));
+    }
+
+    // The tile's values or keys have been multiplied for the last time.
+    __device__ __forceinline__ void leave_values() const {
+        mbarrier_arrive_warp(shared_address(&shared_.v_empty));
+    }
+    __device__ __forceinline__ void leave_keys() const {
+        mbarrier_arrive_warp(shared_address(&shared_.k_empty));
     }
 
     // What of K is not finite becomes 0, for dQ = dS K, where it may meet a gradient of 0; its keys are
@@ -337,12 +349,13 @@ class BackwardConsumer {
         return shown;
     }
 
-    __device__ __forceinline__ void mask(Scores& p, Scores& ds, const QueryNote& note, const Words& words,
+    __device__ __forceinline__ void mask(Scores& p, Scores& ds, uint32_t flags, const Words& words,
                                          uint32_t n) const {
-        const BackwardPlan& plan = shared_.plan(Shared::tile_of(note.flags));
+        const bool has_bits = shared_.notes[n % c.stages].bits;
+        const BackwardPlan& plan = shared_.plan(Shared::tile_of(flags));
         mask_scores(
-            shared_, note, n, warp_row(), thread_,
-            [&](int part) { return note.bits ? visible(plan, words, part) : ~0u; }, p, ds);
+            shared_, flags, n, warp_row(), thread_,
+            [&](int part) { return has_bits ? visible(plan, words, part) : ~0u; }, p, ds);
     }
 
     __device__ __forceinline__ void store_ds(const Operand& ds, uint32_t n) const {
@@ -387,7 +400,9 @@ class BackwardConsumer {
         store_rows<dtype>(rows, dq, first + warp % row_warps * 16, {0, plan.tile.sequence.seqlen_q});
     }
 
-    __device__ __forceinline__ void store(const BackwardPlan& plan, uint32_t tile) {
+    // n: the next tile of queries, whose dS goes where that of the one before the last was: nobody needs
+    // that.
+    __device__ __forceinline__ void store(const BackwardPlan& plan, uint32_t tile, uint32_t n) {
         const ForwardProblem& problem = problem_.forward;
         const auto rows_of = [&](const TensorView& view, int64_t head_dim) {
             return HeadRows<Bits<dtype>>(view, plan.tile.unowned ? 0 : plan.tile.batch,
@@ -398,8 +413,15 @@ class BackwardConsumer {
         const Interval rows = plan.tile.rows;
         shared_.leave_plan(tile);  // before the stores: what ptxas keeps in memory comes behind them
         dk_ *= float(problem.softmax_scale);
-        store_rows<dtype>(dv, dv_, first, rows);
-        store_rows<dtype>(dk, dk_, first, rows);
+        if (Shared::kBuffers == 2 && c.columns() == c.head_dim && dk.vectors && dv.vectors) {
+            const uint32_t scratch =
+                shared_address(shared_.ds[n % Shared::kBuffers]) + thread_ / 32 * 16 * kPanelRowBytes;
+            store_rows<dtype>(dv, dv_, first, rows, scratch);
+            store_rows<dtype>(dk, dk_, first, rows, scratch);
+        } else {
+            store_rows<dtype>(dv, dv_, first, rows);
+            store_rows<dtype>(dk, dk_, first, rows);
+        }
     }
 
     const BackwardProblem& problem_;

@@ -1,6 +1,7 @@
 // The mask of Hopper's backward, where scores are transposed: [keys, queries].
 #pragma once
 
+#include "../ptx/shared.h"
 #include "../tile/fragment.h"
 #include "backward_plan.cuh"
 
@@ -11,12 +12,14 @@ namespace flash::cuda::sm90 {
 // visible(part): of 64 queries, a bit for each of a lane's 16 columns, from what is shown of its second row
 // on in the upper half.
 template <BackwardConfiguration c, class Visible, class... Scores>
-__device__ __forceinline__ void mask_scores(const BackwardShared<c>& shared, const QueryNote& note,
-                                            uint32_t n, int warp_row, uint32_t thread, const Visible& visible,
+__device__ __forceinline__ void mask_scores(const BackwardShared<c>& shared, uint32_t flags, uint32_t n,
+                                            int warp_row, uint32_t thread, const Visible& visible,
                                             Scores&... scores) {
     using Tile = Fragment<16, c.query_tile>;
-    const uint32_t tile = BackwardShared<c>::tile_of(note.flags);
-    const BackwardPlan& plan = shared.plans[tile];
+    const uint32_t tile = BackwardShared<c>::tile_of(flags);
+    const uint4 seen = load_shared_16(shared_address(&shared.notes[n % c.stages].seen));
+    const Interval keys = shared.plans[tile].bounds.keys;
+    const bool has_bad_keys = shared.has_bad_keys[tile];
     constexpr int columns = Tile::columns < 16 ? Tile::columns : 16;
 #pragma unroll
     for (int part = 0; part < Tile::columns / columns; ++part) {
@@ -24,17 +27,15 @@ __device__ __forceinline__ void mask_scores(const BackwardShared<c>& shared, con
 #pragma unroll
         for (int r = 0; r < Tile::rows; ++r) {
             const int row = warp_row + Tile::row(r);
-            const Position key = plan.tile.first + row, first = note.first + part * 64;
-            const Interval queries = plan.tile.rows.contains(key)
-                                         ? intersection(plan.mask.queries_of(key), note.seen)
-                                         : Interval(0, 0);
-            const uint32_t shown = bits >> (r * 16) & columns_in_front_of(queries.end - first, thread) &
-                                   ~columns_in_front_of(queries.begin - first, thread);
-            const bool bad_key = shared.has_bad_keys[tile] && shared.bad_keys[tile][row / 32] >> row % 32 & 1;
+            const int begin = max(row + int(seen.x), int(seen.z));
+            const int end = keys.contains(row) ? min(row + int(seen.y), int(seen.w)) : 0;
+            const uint32_t shown = bits >> (r * 16) & columns_in_front_of(end - part * 64, thread) &
+                                   ~columns_in_front_of(begin - part * 64, thread);
+            const bool bad_key = has_bad_keys && shared.bad_keys[tile][row / 32] >> row % 32 & 1;
 #pragma unroll
             for (int column = 0; column < columns; ++column)
                 if (!(shown >> column & 1)) ((scores.at(r, part * 16 + column) = 0), ...);
-            if (!(bad_key || note.flags & QueryNote::bad)) continue;
+            if (!(bad_key || flags & QueryNote::bad)) continue;
 #pragma unroll
             for (int column = 0; column < columns; ++column) {
                 const int i = part * 64 + Tile::column(column);

@@ -26,6 +26,19 @@ struct BackwardConfiguration {
     constexpr int adders() const { return adds_dq() ? warpgroups : 0; }  // warps
 };
 
+// Of a tile of keys, row r is seen by queries from r + begin on and before r + end, if it is in `keys`.
+struct KeyBounds {
+    static constexpr int kFar = 1 << 30;
+    int begin, end;
+    Interval keys;
+
+    __device__ KeyBounds(const Mask& mask, const RowTile& tile)
+        : begin(mask.right < 0 ? -kFar : tile.first - mask.diagonal() - mask.right),
+          end(mask.left < 0 ? kFar : tile.first - mask.diagonal() + mask.left + 1),
+          keys(tile.rows.begin - tile.first, tile.rows.end - tile.first) {}
+    KeyBounds() = default;
+};
+
 // A tile of queries, beside its stage.
 struct QueryNote {
     static constexpr uint32_t masked = 1, last = 2;
@@ -36,7 +49,12 @@ struct QueryNote {
     Position first;  // if they are, or if it is masked
     // If it is masked:
     const uint32_t* bits;  // of the head's query 0, if bits say what is visible
-    Interval seen;         // what of it exists and sees some key
+    // The rest counted from the tile's first query: which queries see a key, and what of the tile exists and
+    // sees some key. It is read at once, since what is read here is waited for.
+    struct alignas(16) Seen {
+        int begin, end;  // as of KeyBounds
+        Interval queries;
+    } seen;
 };
 
 // Which tile of queries a dQ belongs to. Read when its stage may have been given up, so that there are more
@@ -68,6 +86,7 @@ struct BackwardPlan {
     TileOrder::Place place;
     RowTile tile;
     Mask mask;
+    KeyBounds bounds;
     ScoreTransform<GpuMath> transform;  // if scores are transformed; of the unit's first head
     bool partial;                       // some of the tile's keys don't exist
     bool has_queries;
@@ -86,6 +105,7 @@ struct BackwardPlan {
         partial = tile.rows.begin > tile.first || tile.rows.end < tile.first + c.key_tile;
         has_queries = false;
         if (tile.unowned || tile.rows.empty()) return;
+        bounds = KeyBounds(mask, tile);
         if (c.transformed) transform = ScoreTransform<GpuMath>(problem, tile.batch, tile.head * tile.group);
         first_dq_tile = dq_sums.first_tile(tile.batch);
         first_statistic = int(statistics.first(tile.batch));
@@ -148,7 +168,7 @@ struct BackwardShared : BackwardExchange<c> {
     alignas(128) float delta[c.stages][kStatistics];
     uint64_t planned[kBackwardPlans], left[kBackwardPlans];
     uint64_t walked;  // all unmasked tiles of queries have been copied, or are about to be
-    uint64_t k_full, v_full, keys_empty;
+    uint64_t k_full, v_full, k_empty, v_empty;
     uint64_t q_full[c.stages];  // Q, the note, lse and delta
     uint64_t dout_full[c.stages];
     uint64_t empty[c.stages], masked[c.stages];  // masked: empty, for a tile that is masked
@@ -195,7 +215,8 @@ struct BackwardShared : BackwardExchange<c> {
         mbarrier_init(shared_address(&walked), 1);
         mbarrier_init(shared_address(&k_full), 1);
         mbarrier_init(shared_address(&v_full), 1);
-        mbarrier_init(shared_address(&keys_empty), c.warpgroups * 4 * kWarpArrivals);
+        mbarrier_init(shared_address(&k_empty), c.warpgroups * 4 * kWarpArrivals);
+        mbarrier_init(shared_address(&v_empty), c.warpgroups * 4 * kWarpArrivals);
         mbarrier_init(shared_address(&landed), 1);
         for (int i = 0; i < kBackwardPlans; ++i) {
             mbarrier_init(shared_address(&planned[i]), 1);

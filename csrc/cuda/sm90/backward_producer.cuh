@@ -104,7 +104,10 @@ class BackwardProducer {
                                 bad = may_be_bad(plan, first, head);
                                 if (first_lane) {
                                     note.first = first;
-                                    note.seen = walk.seen(place);
+                                    const Interval seen = walk.seen(place);
+                                    note.seen = {plan.bounds.begin - first,
+                                                 plan.bounds.end - first,
+                                                 {seen.begin - first, seen.end - first}};
                                     note.bits = bits_of(plan, place.run.partial, head);
                                 }
                                 if (bad) copy_finite(stage, first_row + first, head, batch);
@@ -172,21 +175,24 @@ class BackwardProducer {
         return true;
     }
 
-    // The tile's keys and values, if there is somebody to see them.
+    // The tile's keys and values, if there is somebody to see them. Where they lie is known before they are
+    // waited for; there is room for the values first.
     __device__ __forceinline__ void load_keys(const BackwardPlan& plan, uint32_t tile) const {
         const uint32_t k_full = shared_address(&shared_.k_full), v_full = shared_address(&shared_.v_full);
-        mbarrier_wait(shared_address(&shared_.keys_empty), tile % 2 ^ 1);
+        const int row = int(plan.tile.sequence.first_key_row) + plan.tile.first;
+        const int head = int(plan.tile.head);
+        const int batch = tensor_batch(problem_.forward.cu_seqlens_k, plan.tile);
+        const bool loads = plan.has_queries && lane_index() == 0;
+        mbarrier_wait(shared_address(&shared_.v_empty), tile % 2 ^ 1);
         __syncwarp();
-        if (lane_index() > 0) return;
-        if (plan.has_queries) {
-            const int row = int(plan.tile.sequence.first_key_row) + plan.tile.first;
-            const int head = int(plan.tile.head);
-            const int batch = tensor_batch(problem_.forward.cu_seqlens_k, plan.tile);
-            load_rows<c.key_tile, c.key_tile, c.head_dim>(shared_.k, maps_.k, k_full, row, head, batch);
+        if (loads)
             load_rows<c.key_tile, c.key_tile, c.head_dim>(shared_.v, maps_.v, v_full, row, head, batch);
-        }
-        mbarrier_arrive(k_full);
-        mbarrier_arrive(v_full);
+        if (lane_index() == 0) mbarrier_arrive(v_full);
+        mbarrier_wait(shared_address(&shared_.k_empty), tile % 2 ^ 1);
+        __syncwarp();
+        if (loads)
+            load_rows<c.key_tile, c.key_tile, c.head_dim>(shared_.k, maps_.k, k_full, row, head, batch);
+        if (lane_index() == 0) mbarrier_arrive(k_full);
     }
 
     // Of the n-th tile of queries.

@@ -86,7 +86,8 @@ class KeyGradients {
     }
 
     __device__ __forceinline__ void leave_keys() const {
-        mbarrier_arrive_warp(shared_address(&shared_.keys_empty));
+        mbarrier_arrive_warp(shared_address(&shared_.v_empty));
+        mbarrier_arrive_warp(shared_address(&shared_.k_empty));
     }
     // The warp's rows of K, or of V.
     __device__ __forceinline__ void load_keys() {
@@ -157,7 +158,7 @@ class KeyGradients {
         else
             exponentiate(x, n);
         if (flags & QueryNote::masked)
-            mask_scores(shared_, note, n, warp_row(), thread_, [](int) { return ~0u; }, x);
+            mask_scores(shared_, flags, n, warp_row(), thread_, [](int) { return ~0u; }, x);
         if (flags & QueryNote::last) leave_keys();
         return flags;
     }
