@@ -11,8 +11,8 @@
 //
 // For long sequences one block would be at a unit for long, and little is gained; and where heads go in large
 // sections, so many units are begun at once that the cache doesn't hold them. Then all units have places,
-// cleared at the start (on sm90 mostly beside the walk: sm90/dq_zeros.cuh), and finish_dq rounds them. (sm90's
-// blocks mostly know which addition is the first and which the last: sm90/backward_dq.cuh.)
+// cleared at the start (on sm90 mostly beside the walk: sm90/dq_zeros.cuh), and finish_dq rounds them.
+// (sm90's blocks mostly know which addition is the first and which the last: sm90/backward_dq.cuh.)
 #pragma once
 
 #include <algorithm>
