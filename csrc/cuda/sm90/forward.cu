@@ -13,14 +13,14 @@ constexpr ForwardConfiguration kConfiguration FLASH_CONFIGURATION;
 using Shared = ForwardShared<kConfiguration>;
 
 // Of the 512 that a multiprocessor has for each of its 128 lanes.
-static_assert(kConfiguration.warpgroups == 2 || kConfiguration.warpgroups == 3);
-constexpr int kConsumerRegisters = kConfiguration.warpgroups == 3 ? 160 : 232;
-constexpr int kProducerRegisters = kConfiguration.warpgroups == 3 ? 32 : 40;
+static_assert(2 <= kConfiguration.warpgroups && kConfiguration.warpgroups <= 4);
+constexpr int kConsumerRegisters[] = {224, 160, 112}, kProducerRegisters[] = {56, 32, 32};
 
 __global__ void __launch_bounds__(kConfiguration.threads(), 1)
     attention_forward(const __grid_constant__ ForwardProblem problem,
                       const __grid_constant__ ForwardMaps maps, const __grid_constant__ TileQueue queue,
-                      const __grid_constant__ float score_unit, const __grid_constant__ double natural) {
+                      const __grid_constant__ float score_unit,
+                      const __grid_constant__ PreciseFactor natural) {
     extern __shared__ __align__(1024) char memory[];
     Shared& shared = *reinterpret_cast<Shared*>(memory);
     if (threadIdx.x < 3) tma_prefetch_map(threadIdx.x == 0 ? &maps.q : threadIdx.x == 1 ? &maps.k : &maps.v);
@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(kConfiguration.threads(), 1)
     }
     __syncthreads();
     if (threadIdx.x >= kConfiguration.consumers()) {
-        shrink_registers<kProducerRegisters>();
+        shrink_registers<kProducerRegisters[kConfiguration.warpgroups - 2]>();
         const int warp = int(threadIdx.x - kConfiguration.consumers()) / 32;
         ForwardProducer<kDType, kConfiguration> producer(problem, maps, shared);
         if (warp == 0) producer.copy_keys();
@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(kConfiguration.threads(), 1)
         if constexpr (kConfiguration.biased)
             if (warp == 3) producer.copy_bias();
     } else {
-        grow_registers<kConsumerRegisters>();
+        grow_registers<kConsumerRegisters[kConfiguration.warpgroups - 2]>();
         ForwardConsumer<kDType, kConfiguration>(problem, shared, score_unit, natural).run();
     }
 }
@@ -83,7 +83,8 @@ int64_t workspace_bytes(const ForwardProblem& problem, int) {
 
 void launch(const ForwardProblem& problem, int, const Launch& launch) {
     const float unit = score_unit(problem, kConfiguration.transformed);
-    const double natural = kConfiguration.transformed ? 1 / GpuMath::unit : problem.softmax_scale / unit;
+    const PreciseFactor natural(kConfiguration.transformed ? 1 / GpuMath::unit
+                                                           : problem.softmax_scale / unit);
     const RowTiling tiling = tiling_of(problem, launch.device);
     const TileQueue queue(tiling, tiling.count(), tiles_ahead(problem, kConfiguration), launch.workspace);
     const ForwardMaps maps{

@@ -40,7 +40,7 @@ class ForwardConsumer {
   public:
     // score_unit: from a dot product to a score in log 2. natural: one of those in natural units.
     __device__ ForwardConsumer(const ForwardProblem& problem, ForwardShared<c>& shared,
-                               const float& score_unit, const double& natural)
+                               const float& score_unit, const PreciseFactor& natural)
         : problem_(problem),
           shared_(shared),
           score_unit_(score_unit),
@@ -92,8 +92,8 @@ class ForwardConsumer {
 
     // Computed where it is wanted: there is no register to keep it in.
     __device__ __forceinline__ static int warp_row() { return int(opaque(threadIdx.x)) / 32 * 16; }
-    __device__ __forceinline__ Position query(const ForwardPlan& plan, int r) const {
-        return plan.tile.first + warp_row() + Scores::row(r);
+    __device__ __forceinline__ static Position query(const RowTile& tile, int r) {
+        return tile.first + warp_row() + Scores::row(r);
     }
 
     __device__ __forceinline__ void await_turn() const {
@@ -224,13 +224,19 @@ class ForwardConsumer {
                     over = flags & KeyNote::end;
                     // The producer waits for the values of this tile when it has copied so many more.
                     const uint32_t limit = tile + c.stages;
+                    bool known = !(flags & (KeyNote::last | KeyNote::gap));
                     if (ends) {
                         next_tile = leave_rest(next_tile, limit, over);
                         if (!over) break;
+                        known = has_keys(next_tile);  // mostly; then both are looked at together
                         plan = &await_queries(n + 1);
-                        if (!multiplies(*plan)) break;
+                        const uint32_t noted = flags_of(next_tile);
+                        const bool goes_on = multiplies(*plan);
+                        known = !everywhere(!known | !goes_on | (noted & KeyNote::hidden) != 0);
+                        if (!known && !goes_on) break;
+                        if (known) flags = noted;
                     }
-                    if (flags & (KeyNote::last | KeyNote::gap)) {
+                    if (!known) {
                         next_tile = leave_hidden(next_tile, limit, flags);
                         if (flags & KeyNote::hidden) break;
                     }
@@ -253,21 +259,22 @@ class ForwardConsumer {
                 start_pv(p, tile);
                 if (!late) pass_turn();
                 if (!ends) flags = flags_of(next_tile);
+                const bool keys_are_there = has_keys(next_tile + 1);  // early: the answer takes its time
                 wgmma_wait<1>();
                 keep(registers_of(s));
                 leave_keys(next_tile);
-                const bool keys_are_there = flags & KeyNote::last || has_keys(next_tile + 1);
                 exponentiate(s, rescale, *plan, n + ends, next_tile, flags);
-                if (rarely(!keys_are_there)) await_keys(next_tile + 1);
                 wgmma_wait<0>();
                 keep(registers_of(s));
                 leave_values(tile);
-                if (rarely(ends || flags & KeyNote::careful)) {
+                const bool waits = !keys_are_there && !(flags & KeyNote::last);
+                if (rarely(ends || waits || flags & KeyNote::careful)) {
                     keep(registers_of(out_));
+                    if (waits) await_keys(next_tile + 1);
                     if (ends) {
                         pending = true;
                         ++n;
-                    } else {
+                    } else if (flags & KeyNote::careful) {
 #pragma unroll
                         for (int r = 0; r < Scores::rows; ++r)
 #pragma unroll
@@ -310,8 +317,7 @@ class ForwardConsumer {
         bool wants_alibi = c.transformed;
         if (rarely((flags | unsettled_) & rare)) {
             if (flags & KeyNote::last) leave_queries(n);
-            if (flags & KeyNote::masked)
-                mask_scores<c>(s, plan, note, warpgroup_, plan.tile.first + warp_row());
+            if (flags & KeyNote::masked) mask_scores<c>(s, plan, note, flags, warp_row());
             wants_alibi = c.transformed && !plan.template alibi_first<c>(warpgroup_);
             if (c.transformed && !wants_alibi) transformed(plan, note).add_alibi(s);
             if (flags & KeyNote::careful) return exponentiate_carefully(s, rescale, plan, note);
@@ -402,13 +408,6 @@ class ForwardConsumer {
         if (!row.settled() && largest > row.row_max) row.row_max = largest;
     }
 
-    __device__ __forceinline__ static float row_maximum(const Scores& s, int r) {
-        float largest = s.at(r, 0);
-#pragma unroll
-        for (int column = 1; column < Scores::columns; ++column) largest = fmaxf(largest, s.at(r, column));
-        return quad_max(largest);
-    }
-
     // All consumers: elements of V that are not finite become 0, and the output of a row that sees such a key
     // is NaN from here on. What is not finite would else be everybody's: a hidden key's probability is 0, not
     // no factor.
@@ -423,7 +422,8 @@ class ForwardConsumer {
         barrier_of<c.consumers()>(kConsumers);
 #pragma unroll
         for (int r = 0; r < Scores::rows; ++r) {
-            if (sees_bad_key<dtype, c>(problem_, plan, note, warpgroup_, query(plan, r), shared_.bad_keys))
+            if (sees_bad_key<dtype, c>(problem_, plan, note, warpgroup_, warp_row() + Scores::row(r),
+                                       shared_.bad_keys))
 #pragma unroll
                 for (int column = 0; column < Output::columns; ++column)
                     out_.at(r, column) = __int_as_float(0x7fffffff);
@@ -432,6 +432,8 @@ class ForwardConsumer {
 
     // Without branches, so that nothing waits for anything else.
     __device__ __forceinline__ void finish(ForwardPlan& plan, Softmax softmax) {
+        const RowTile tile = plan.tile;  // read before there is anything else to do, since it takes its time
+        const bool careful = plan.careful;
         float factor[Scores::rows], zero[Scores::rows][2];  // zero: NaN if an element is not finite
 #pragma unroll
         for (int r = 0; r < Scores::rows; ++r) {
@@ -454,7 +456,7 @@ class ForwardConsumer {
             const bool huge = !(fabsf(row.reference()) < kHuge);
             const bool small = c.transformed && row.settled() && row.row_sum < kSmall;
             const bool right = (zero[r][0] + zero[r][1] == 0) & (row.row_sum < INFINITY) & !huge & !small;
-            const bool mine = !plan.careful & !right & plan.tile.rows.contains(query(plan, r));
+            const bool mine = !careful & !right & tile.rows.contains(query(tile, r));
             follows[r] = mine & (huge | small | !(row.row_sum < kLarge));
             wrong |= mine;
         }
@@ -464,22 +466,21 @@ class ForwardConsumer {
                 if (follows[r]) plan.follow(warp_row() + Scores::row(r));
             if (lane_index() == 0) plan.redo = true;
         }
-        store(plan, softmax);
+        store(tile, softmax);
     }
 
     // No query of the tile sees a key.
     __device__ __forceinline__ void finish_empty(const ForwardPlan& plan) {
         out_.clear();
-        store(plan, Softmax());
+        store(plan.tile, Softmax());
     }
 
-    __device__ __forceinline__ void store(const ForwardPlan& plan, const Softmax& softmax) const {
-        const RowTile& tile = plan.tile;
+    __device__ __forceinline__ void store(const RowTile& tile, const Softmax& softmax) const {
         float* lse = statistics_of<float>(problem_.lse, tile.batch, tile.sequence.first_query_row, tile.head);
         const int mine = lane_index() % 4;
         const float log_sum_exp = (mine == 0 ? softmax.rows[0] : softmax.rows[1]).log_sum_exp(natural_);
-        if (mine < Scores::rows && tile.rows.contains(query(plan, mine)))
-            lse[query(plan, mine)] = log_sum_exp;
+        store_global(lse + query(tile, mine), log_sum_exp,
+                     mine < Scores::rows && tile.rows.contains(query(tile, mine)));
         const HeadRows<Bits<dtype>> out(problem_.out, tile.unowned ? 0 : tile.batch,
                                         tile.sequence.first_query_row, tile.head, problem_.head_dim_v);
         store_rows<dtype>(out, out_, tile.first + warp_row(), tile.rows);
@@ -488,7 +489,7 @@ class ForwardConsumer {
     const ForwardProblem& problem_;
     ForwardShared<c>& shared_;
     const float& score_unit_;
-    const double& natural_;
+    const PreciseFactor& natural_;
     const int warpgroup_;  // the same in all lanes, as the compiler sees, too
     Softmax softmax_;
     uint32_t unsettled_;  // kUnsettled or 0

@@ -38,8 +38,8 @@ struct alignas(16) KeyNote {
     static constexpr uint32_t gap = 8;      // hides the next tile, but not all that follow
     static constexpr uint32_t absent = 16;  // visited, as all are when care is taken, but hidden by a map
     static constexpr int kBits = 5;
-    static constexpr uint32_t end = 1 << 16, careful = 1 << 17;  // of the tile of queries
-    static constexpr uint32_t partial = 1 << 18;                 // bits say what is visible
+    static constexpr uint32_t end = 1 << 20, careful = 1 << 21;  // of the tile of queries
+    static constexpr uint32_t partial = 1 << 22;                 // bits say what is visible
 
     Position first;
     Interval seen;  // what of it exists and some row sees
@@ -50,7 +50,7 @@ struct alignas(16) KeyNote {
     }
     // The warpgroup's flags, and those of all.
     __device__ __forceinline__ static uint32_t flags_of(uint32_t flags, int warpgroup) {
-        return (flags >> kBits * warpgroup & ((1 << kBits) - 1)) | (flags & ~0xffffu);
+        return (flags >> kBits * warpgroup & ((1 << kBits) - 1)) | (flags & ~(end - 1));
     }
 };
 
@@ -61,28 +61,36 @@ enum class Work { tile, nothing, end };
 constexpr int kPlans = 3;
 
 struct ForwardPlan {
+    static constexpr Position kFar = 1 << 30;
+
     Work work;
     bool careful;  // given again: values that are not finite are kept from rows that don't see them
     bool has_keys;
     bool redo;  // the consumers' answer
     // Rows that follow their maximum then. The others compute the same bits again.
-    uint32_t following[6];
+    uint32_t following[BlockUnion::kLists * 2];
     uint32_t multiply;  // a bit for each warpgroup that has something to multiply
     RowTile tile;
     Mask mask;
+    // The keys that the mask leaves the tile's first row, also where there are none; those of row i lie i
+    // further.
+    alignas(8) Interval reach;
     ScoreTransform<GpuMath> transform;  // if scores are transformed
     VisibleBits bits;
     KeyPlace start, places[2];  // of values, of keys
     // Of a warpgroup's queries: what some of them see, and what all do.
     struct alignas(16) Sight {
         Interval some, all;
-    } sights[3];
+    } sights[BlockUnion::kLists];
 
     // Of the tile. By a warp: a lane looks at a warpgroup's queries.
     __device__ void make(const ForwardProblem& problem, const ForwardConfiguration& c) {
         const int i = lane_index();
         if (i == 0) {
             mask = Mask(problem, tile.sequence);
+            const Position center = tile.first + mask.diagonal();
+            reach = {mask.left < 0 ? -kFar : center - mask.left,
+                     mask.right < 0 ? kFar : center + mask.right + 1};
             if (c.transformed)
                 transform = ScoreTransform<GpuMath>(problem, tile.unowned ? 0 : tile.batch, tile.head);
             bits = VisibleBits(problem, tile.batch, tile.head);
@@ -134,24 +142,34 @@ struct ForwardPlan {
     __device__ __forceinline__ Interval visible(Position query) const {
         return tile.unowned ? Interval(0, 0) : mask.keys_of(query);
     }
+};
 
-    // Of a tile of keys. of: whose it is; walk, place: what follows it. By a warp, of which lane i looks
-    // after warpgroup i.
-    template <ForwardConfiguration c>
-    __device__ __forceinline__ KeyNote note(Position first, const ListedBlock& of,
-                                            const KeyWalk<c.key_tile>& walk, const KeyPlace& place) const {
+// Makes the notes of a plan's tiles of keys. By a warp, of which lane i looks after warpgroup i. What it
+// reads of the plan it keeps: whoever reads shared memory waits for as long as products run.
+template <ForwardConfiguration c>
+class NoteWriter {
+  public:
+    __device__ __forceinline__ explicit NoteWriter(const ForwardPlan& plan)
+        : sight_(plan.sights[index()]),
+          visited_(plan.start.visited),
+          flags_((plan.careful ? KeyNote::careful : 0) | (plan.bits.rows ? KeyNote::partial : 0)) {}
+
+    // of: whose the tile is; walk, place: what follows it.
+    __device__ __forceinline__ KeyNote operator()(Position first, const ListedBlock& of,
+                                                  const KeyWalk<c.key_tile>& walk,
+                                                  const KeyPlace& place) const {
         const Interval keys(first, first + c.key_tile);
-        const int i = lane_index() < c.warpgroups ? lane_index() : 0;
-        const Sight sight = sights[i];
+        const int i = index();
+        const bool careful = flags_ & KeyNote::careful;
         const bool listed = of.lists >> i & 1, end = !walk.more();
-        const bool more = keys.end < sight.some.end && walk.later(place) >> i & 1;
+        const bool more = keys.end < sight_.some.end && walk.later(place) >> i & 1;
         uint32_t mine = 0;
-        if (of.partial >> i & 1 || keys.begin < sight.all.begin || keys.end > sight.all.end)
+        if (of.partial >> i & 1 || keys.begin < sight_.all.begin || keys.end > sight_.all.end)
             mine |= KeyNote::masked;
         if (careful) {
             mine |= end ? KeyNote::last : 0;
-            if (!listed) mine |= KeyNote::absent | (sight.some.empty() ? 0 : KeyNote::masked);
-        } else if (!listed || intersection(keys, sight.some).empty()) {
+            if (!listed) mine |= KeyNote::absent | (sight_.some.empty() ? 0 : KeyNote::masked);
+        } else if (!listed || intersection(keys, sight_.some).empty()) {
             mine |= KeyNote::hidden;
         } else if (!more) {
             mine |= KeyNote::last;
@@ -162,10 +180,34 @@ struct ForwardPlan {
         // They take care together. What a bias hides may be anywhere.
         constexpr uint32_t each = KeyNote::of_each(KeyNote::masked, c.warpgroups);
         if (careful && (c.biased || flags & each)) flags |= each;
-        flags |= (end ? KeyNote::end : 0) | (careful ? KeyNote::careful : 0) |
-                 (of.partial && bits.rows ? KeyNote::partial : 0);
-        return {first, intersection(keys, start.visited), flags};
+        flags |= (end ? KeyNote::end : 0) | (flags_ & (of.partial ? ~0u : ~KeyNote::partial));
+        return {first, intersection(keys, visited_), flags};
     }
+
+  private:
+    __device__ __forceinline__ static int index() { return lane_index() < c.warpgroups ? lane_index() : 0; }
+
+    const ForwardPlan::Sight sight_;
+    const Interval visited_;
+    const uint32_t flags_;  // that all notes have, and partial blocks'
+};
+
+// What a row of a plan's tile sees of a tile of keys, but for bits. flags: the warpgroup's. What it needs of
+// shared memory is read at once: each read waits for as long as products run.
+class RowSight {
+  public:
+    __device__ __forceinline__ RowSight(const ForwardPlan& plan, const KeyNote& note, uint32_t flags)
+        : reach_(plan.reach), seen_(note.seen), first_(note.first) {
+        if (flags & KeyNote::absent) seen_.end = 0;
+    }
+    __device__ __forceinline__ Interval operator[](int row) const {
+        return intersection({reach_.begin + row, reach_.end + row}, seen_);
+    }
+    __device__ __forceinline__ Position first() const { return first_; }  // of the keys
+
+  private:
+    Interval reach_, seen_;
+    Position first_;
 };
 
 // Each warpgroup's part of a bias' tile is read when its scores are there, and then the next one is copied.

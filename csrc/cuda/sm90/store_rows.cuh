@@ -36,15 +36,15 @@ __device__ __forceinline__ void store_rows(const HeadRows<Bits<dtype>>& to,
             const uint32_t other = __shfl_xor_sync(0xffffffff, odd ? low : high, 1);
             four[n / 2][r] = make_uint2(odd ? other : low, odd ? high : other);
         }
+    Bits<dtype>* columns = to.row(first + Tile::row(0)) + mine;
+    const int exist = to.head_dim - mine;
 #pragma unroll
-    for (int r = 0; r < Tile::rows; ++r) {
-        const Position row = first + Tile::row(r);
-        if (!rows.contains(row)) continue;
-        Bits<dtype>* const columns = opaque(to.row(row) + mine);
-        const int exist = to.head_dim - mine;
+    for (int r = 0; r < Tile::rows; ++r, columns += 8 * to.row_stride) {
+        const int of_row = rows.contains(first + Tile::row(r)) ? exist : 0;
+        columns = opaque(columns);
 #pragma unroll
         for (int column = 0; column < kColumns; column += 16)
-            if (column < exist) store_global(columns + column, four[column / 16][r]);
+            store_global(columns + column, four[column / 16][r], column < of_row);
     }
 }
 
