@@ -188,8 +188,6 @@ class BackwardConsumer {
             meet();
             wgmma_fence();
             start_dq(dq, n);
-            wgmma_wait<1>();
-            wgmma_fence();
             start_dk(ds, n);
             const DqEnd end = await_room_for_dq(n);
             wgmma_wait<1>();
