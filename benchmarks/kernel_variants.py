@@ -1,7 +1,7 @@
 """Variants of one kernel of the table side by side, without torch: for tuning.
 
     python benchmarks/kernel_variants.py sm90_forward_bfloat16_d128 \\
-        --variant 'wide: key_tile=176 query_buffers=1' --variant 'no exp: -DNO_EXP @ablation.patch'
+        --variant 'wide: key_tile=176 query_slots=2' --variant 'no exp: -DNO_EXP @ablation.patch'
 
 The first variant is the row as it stands. A variant changes fields of the row's configuration, defines macros,
 or patches a copy of csrc/ (paths as git diff writes them). All are compiled at once, as many jobs as

@@ -19,7 +19,8 @@ from pathlib import Path
 # tile (three blocks of head dim 64 need it; two with no such traffic were slower); anything more would show.
 # The kernels with softcap, ALiBi or dropout are bound by those, the ones of float32 by their threefold
 # products, not by the memory's first level; and functions that are called stand outside the loops over tiles.
-# The warps of Hopper's backward that copy have 24 registers, and one of them plans, beside the products.
+# The warps that copy in Hopper's backward have 24 registers, in its forward, with more than two warpgroups that
+# compute, 32 to 56; one of them plans, beside the products.
 PLAIN_LIMIT = 256
 OTHER_LIMIT = 1024
 
@@ -63,7 +64,7 @@ def kernels_of(name, log):
 def limit_of(kernel):
     """The kernels of one source are instances for feature sets, of which 0 is none (score_gradient.cuh), or it is
     its configuration that names one."""
-    slow = r"FeaturesE[1-9]", "_float32_", "sm90_backward", "_transformed"
+    slow = r"FeaturesE[1-9]", "_float32_", "sm90_backward", r"sm90_forward\w+_q(192|256)_", "_transformed"
     plain = not any(re.search(of, f"{kernel.file} {kernel.function}") for of in slow)
     return PLAIN_LIMIT if plain else OTHER_LIMIT
 

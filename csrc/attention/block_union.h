@@ -13,7 +13,7 @@ struct ListedBlock {
 
 class BlockUnion {
   public:
-    static constexpr int kLists = 3;
+    static constexpr int kLists = 4;
 
     FLASH_HOST_DEVICE void clear() {
         for (Rest& rest : rest_) rest.count = 0, rest.index = kNone;

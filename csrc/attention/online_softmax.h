@@ -49,7 +49,8 @@ struct OnlineSoftmax {
 
     // Natural logarithm of the summed exponentials; -inf for a row without a visible key. natural: what one
     // unit of the scores is in natural units, where their scale was rounded after log2(e) went into it.
-    FLASH_HOST_DEVICE Value log_sum_exp(double natural = 1 / Math::unit) const {
+    template <class Factor = double>
+    FLASH_HOST_DEVICE Value log_sum_exp(Factor natural = Factor(1 / Math::unit)) const {
         return Math::select(row_sum == Math::broadcast(Real(0)), minus_infinity(),
                             Math::plus_log(row_max, natural, row_sum));
     }

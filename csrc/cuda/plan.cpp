@@ -77,10 +77,11 @@ bool enough_keys(const Kernel& kernel, const ForwardProblem& problem) {
 }
 
 // Kernels for long sequences have large tiles, of which a map of small blocks would leave much unused.
+// Hopper's say for themselves which maps they take.
 template <class Kernel>
 bool blocks_fill_tiles(const Kernel& kernel, const ForwardProblem& problem) {
     const BlockLists& lists = problem.key_blocks;
-    return !lists.counts || kernel.from_keys == 0 ||
+    return !lists.counts || kernel.from_keys == 0 || kernel.capability ||
            std::min(lists.row_block, lists.column_block) >= std::max(kernel.query_tile, kernel.key_tile);
 }
 

@@ -5,6 +5,7 @@
 #include "../../csrc/cuda/ptx/ldmatrix.h"
 #include "../../csrc/cuda/ptx/mbarrier.h"
 #include "../../csrc/cuda/ptx/mma_sync.h"
+#include "../../csrc/cuda/ptx/pair_fma.h"
 #include "../../csrc/cuda/ptx/reduce.h"
 #include "../../csrc/cuda/ptx/shared.h"
 #include "device_case.h"
@@ -321,6 +322,54 @@ bool exp2() {
     return special.report() & relative.report();
 }
 
+__global__ void wait_behind(const float* x, const float* y, float* to, int count) {
+    for (int i = threadIdx.x; i < count; i += blockDim.x) to[i] = behind(x[i], y[i]);
+}
+
+bool order() {
+    std::vector<float> x{0, -0.0f, INFINITY, -INFINITY}, y{INFINITY, 0, 1, 0x1p-140f};
+    for (int i = 0; i < 1000; ++i) {
+        x.push_back(float(uniform(-1e6, 1e6)));
+        y.push_back(float(std::exp2(uniform(-140, 127))));
+    }
+    const DeviceArray<float> of(x), after(y), to(x.size());
+    wait_behind<<<1, 256>>>(of.data(), after.data(), to.data(), int(x.size()));
+    const std::vector<float> actual = to.read();
+    Case result("behind", 0);
+    for (size_t i = 0; i < x.size(); ++i) {
+        result.same(actual[i], x[i]);
+        result.same(std::signbit(actual[i]), std::signbit(x[i]));
+    }
+    return result.report();
+}
+
+template <DType dtype>
+__global__ void multiply_pairs(const uint32_t* x, const uint32_t* y, const uint32_t* z, uint32_t* to,
+                               int count) {
+    for (int i = threadIdx.x; i < count; i += blockDim.x) to[i] = pair_fma<dtype>(x[i], y[i], z[i]);
+}
+
+template <DType dtype>
+bool pairs() {
+    const uint32_t infinity = encoded(dtype, INFINITY), one = encoded(dtype, 1);
+    std::vector<uint32_t> x{infinity | one << 16, one | infinity << 16}, y{0, 0}, z{0, 0};
+    const auto draw = [] { return encoded(dtype, rounded(dtype, uniform(-4, 4))); };
+    for (int i = 0; i < 2000; ++i)
+        for (auto* to : {&x, &y, &z}) to->push_back(draw() | draw() << 16);
+    const DeviceArray<uint32_t> a(x), b(y), c(z), d(x.size());
+    multiply_pairs<dtype><<<1, 256>>>(a.data(), b.data(), c.data(), d.data(), int(x.size()));
+    const std::vector<uint32_t> actual = d.read();
+    Case result(std::string("pair_fma ") + (dtype == DType::float16 ? "float16" : "bfloat16"), 0);
+    for (size_t i = 0; i < x.size(); ++i)
+        for (int half = 0; half < 32; half += 16) {
+            const auto value = [&](const std::vector<uint32_t>& of) {
+                return decoded(dtype, of[i] >> half & 0xffff);
+            };
+            result.same(value(actual), rounded(dtype, value(x) * value(y) + value(z)));
+        }
+    return result.report();
+}
+
 // Each thread adds its numbers to four of 32 sums, in fours where the chip can.
 __global__ void add_up(const float* numbers, float* sums, bool fours) {
     const int thread = blockIdx.x * blockDim.x + threadIdx.x, place = thread % 8 * 4;
@@ -370,6 +419,9 @@ constexpr bool (*const kCases[])() = {
     mbarrier,
     shared_memory,
     exp2,
+    order,
+    pairs<DType::float16>,
+    pairs<DType::bfloat16>,
     reduce<false>,
     reduce<true>,
 };

@@ -340,6 +340,16 @@ def test_paged_cache(num_splits):
                  dense[1, sequence, None, :length]).check(out=out[sequence, None], lse=lse[sequence, None])
 
 
+@pytest.mark.parametrize("features", ["plain", "causal", "packed"])
+@pytest.mark.parametrize("head_dim,seqlen_k", [(64, 1400), (96, 3200), (128, 2100), (256, 1100)])
+def test_forward_of_many_keys(head_dim, seqlen_k, features):
+    """By the kernels that are for long sequences, several tiles of queries a block."""
+    packed = {"cu_seqlens_q": (0, 130, 201), "cu_seqlens_k": (0, seqlen_k, seqlen_k + 300), "tail": 3}
+    chosen = {"plain": {}, "causal": {"causal": True}, "packed": packed}[features]
+    given = case(HALF, head_dim, 201, seqlen_k, **chosen)
+    given.check_forward(given.draw())
+
+
 @pytest.mark.parametrize("dtype", [HALF, torch.float16])
 @pytest.mark.parametrize("head_dim", [64, 256])
 def test_scores_that_grow_along_the_keys(head_dim, dtype):

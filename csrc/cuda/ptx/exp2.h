@@ -9,4 +9,11 @@ __device__ __forceinline__ float exp2_approximate(float x) {
     return result;
 }
 
+// x, when y, which is not negative, is known.
+__device__ __forceinline__ float behind(float x, float y) {
+    float result;
+    asm("lop3.b32 %0, %1, %2, 0x80000000, 0x70;\n" : "=f"(result) : "f"(x), "f"(y));
+    return result;
+}
+
 }  // namespace flash::cuda

@@ -45,6 +45,10 @@ __device__ __forceinline__ void bulk_load(uint32_t shared, const float* global, 
         : "memory");
 }
 
+__device__ __forceinline__ void bulk_commit() {
+    asm volatile("cp.async.bulk.commit_group;\n" ::: "memory");
+}
+
 // Until what the thread has started no longer needs shared memory.
 __device__ __forceinline__ void bulk_wait_read() {
     asm volatile("cp.async.bulk.wait_group.read 0;\n" ::: "memory");

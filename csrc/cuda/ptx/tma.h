@@ -24,6 +24,16 @@ __device__ __forceinline__ void tma_load(uint32_t shared, const CUtensorMap* map
         : "memory");
 }
 
+// From shared memory, to be committed (ptx/reduce.h); what lies outside the tensor is left out.
+__device__ __forceinline__ void tma_store(uint32_t shared, const CUtensorMap* map, int x, int row, int head,
+                                          int batch) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%1, {%2, %3, %4, %5}], [%0];\n" ::"r"(
+            shared),
+        "l"(map), "r"(x), "r"(row), "r"(head), "r"(batch)
+        : "memory");
+}
+
 // Copies that follow see what of device memory this thread knows to be written.
 __device__ __forceinline__ void fence_async_proxy_of_memory() {
     asm volatile("fence.proxy.async.global;\n" ::: "memory");

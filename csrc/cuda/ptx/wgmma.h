@@ -44,6 +44,13 @@ __device__ __forceinline__ void keep(float (&d)[kCount]) {
     for (float& x : d) asm volatile("" : "+f"(x)::"memory");
 }
 
+// Registers may be anything from here on.
+template <int kCount>
+__device__ __forceinline__ void undefine(float (&d)[kCount]) {
+#pragma unroll
+    for (float& x : d) asm volatile("" : "=f"(x)::"memory");
+}
+
 #define FLASH_R0 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define FLASH_R8 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define FLASH_R16 ", %16, %17, %18, %19, %20, %21, %22, %23"

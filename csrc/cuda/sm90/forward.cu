@@ -1,6 +1,7 @@
 // One row of the kernel table and one element type.
 #include <algorithm>
 
+#include "../ptx/grid_dependency.h"
 #include "forward.cuh"
 #include "problem.h"
 
@@ -12,15 +13,19 @@ constexpr DType kDType = DType::FLASH_DTYPE;
 constexpr ForwardConfiguration kConfiguration FLASH_CONFIGURATION;
 using Shared = ForwardShared<kConfiguration>;
 
-// Of the 512 that a multiprocessor has for each of its 128 lanes.
-static_assert(kConfiguration.warpgroups == 2 || kConfiguration.warpgroups == 3);
-constexpr int kConsumerRegisters = kConfiguration.warpgroups == 3 ? 160 : 232;
-constexpr int kProducerRegisters = kConfiguration.warpgroups == 3 ? 32 : 40;
+// A thread is given as many registers as all can have, in eights; warps that copy give some to those that
+// compute.
+static_assert(2 <= kConfiguration.warpgroups && kConfiguration.warpgroups <= 4);
+constexpr int kRegisters = 65536 / kConfiguration.threads() / 8 * 8,
+              kProducerRegisters = kRegisters * (kConfiguration.warpgroups + 1) -
+                                   kConfiguration.registers * kConfiguration.warpgroups;
+static_assert(kProducerRegisters >= 24);
 
 __global__ void __launch_bounds__(kConfiguration.threads(), 1)
     attention_forward(const __grid_constant__ ForwardProblem problem,
-                      const __grid_constant__ ForwardMaps maps, const __grid_constant__ TileQueue queue,
-                      const __grid_constant__ float score_unit, const __grid_constant__ double natural) {
+                      const __grid_constant__ ForwardMaps maps, const __grid_constant__ OutputMap out,
+                      const __grid_constant__ TileQueue queue, const __grid_constant__ float score_unit,
+                      const __grid_constant__ PreciseFactor natural) {
     extern __shared__ __align__(1024) char memory[];
     Shared& shared = *reinterpret_cast<Shared*>(memory);
     if (threadIdx.x < 3) tma_prefetch_map(threadIdx.x == 0 ? &maps.q : threadIdx.x == 1 ? &maps.k : &maps.v);
@@ -28,6 +33,8 @@ __global__ void __launch_bounds__(kConfiguration.threads(), 1)
         shared.start();
         fence_async_proxy();
     }
+    await_grid_before();
+    let_next_grid_start();
     __syncthreads();
     if (threadIdx.x >= kConfiguration.consumers()) {
         shrink_registers<kProducerRegisters>();
@@ -39,8 +46,8 @@ __global__ void __launch_bounds__(kConfiguration.threads(), 1)
         if constexpr (kConfiguration.biased)
             if (warp == 3) producer.copy_bias();
     } else {
-        grow_registers<kConsumerRegisters>();
-        ForwardConsumer<kDType, kConfiguration>(problem, shared, score_unit, natural).run();
+        grow_registers<kConfiguration.registers>();
+        ForwardConsumer<kDType, kConfiguration>(problem, shared, score_unit, natural, out).run();
     }
 }
 
@@ -83,7 +90,8 @@ int64_t workspace_bytes(const ForwardProblem& problem, int) {
 
 void launch(const ForwardProblem& problem, int, const Launch& launch) {
     const float unit = score_unit(problem, kConfiguration.transformed);
-    const double natural = kConfiguration.transformed ? 1 / GpuMath::unit : problem.softmax_scale / unit;
+    const PreciseFactor natural(kConfiguration.transformed ? 1 / GpuMath::unit
+                                                           : problem.softmax_scale / unit);
     const RowTiling tiling = tiling_of(problem, launch.device);
     const TileQueue queue(tiling, tiling.count(), tiles_ahead(problem, kConfiguration), launch.workspace);
     const ForwardMaps maps{
@@ -91,9 +99,12 @@ void launch(const ForwardProblem& problem, int, const Launch& launch) {
         tensor_map(keys_of(problem, problem.k, problem.head_dim), kDType, kConfiguration.key_tile),
         tensor_map(keys_of(problem, problem.v, problem.head_dim_v), kDType, kConfiguration.key_tile),
         kConfiguration.biased ? bias_map(problem, kDType, 64) : CUtensorMap{}};
+    const Rows rows = queries_of(problem, problem.out, problem.head_dim_v);
+    const bool fits = kConfiguration.stages_output && fits_tensor_map(rows, 2);
+    const OutputMap out{fits ? tensor_map(rows, kDType, 16) : CUtensorMap{}, fits};
     launch_kernel(FLASH_KERNEL_NAME, attention_forward,
                   std::min<int64_t>(tiling.count(), launch.device.multiprocessors), kConfiguration.threads(),
-                  sizeof(Shared), launch, problem, maps, queue, unit, natural);
+                  sizeof(Shared), launch.overlapping(), problem, maps, out, queue, unit, natural);
 }
 
 }  // namespace

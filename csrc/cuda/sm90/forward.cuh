@@ -23,13 +23,14 @@
 #include "../any/loader.cuh"
 #include "../any/rows.cuh"
 #include "../ptx/barrier.h"
+#include "../ptx/exp2.h"
 #include "../ptx/register_budget.h"
 #include "../tile/gpu_math.h"
 #include "../tile/warp_product.h"
 #include "bias_tile.cuh"
 #include "forward_mask.cuh"
+#include "forward_output.cuh"
 #include "forward_producer.cuh"
-#include "store_rows.cuh"
 #include "transformed_scores.cuh"
 #include "warpgroup_product.h"
 
@@ -40,11 +41,11 @@ class ForwardConsumer {
   public:
     // score_unit: from a dot product to a score in log 2. natural: one of those in natural units.
     __device__ ForwardConsumer(const ForwardProblem& problem, ForwardShared<c>& shared,
-                               const float& score_unit, const double& natural)
+                               const float& score_unit, const PreciseFactor& natural, const OutputMap& out)
         : problem_(problem),
           shared_(shared),
           score_unit_(score_unit),
-          natural_(natural),
+          out_(problem, natural, out, shared.output),
           warpgroup_(__shfl_sync(0xffffffff, int(threadIdx.x) / 128, 0)) {}
 
     __device__ __forceinline__ void run() {
@@ -60,20 +61,18 @@ class ForwardConsumer {
             if (everywhere(plan.work == Work::tile)) {
                 bool over = !everywhere(plan.has_keys);
                 tile = leave_rest(tile, tile - 1, over);
-                finish_empty(plan);
+                out_.store_zeros(plan.tile);
             }
             leave_queries(n);
             leave_plan(n++);
         }
+        out_.await_stores();
     }
 
   private:
     using Scores = Fragment<16, c.key_tile>;
-    using Output = Fragment<16, c.head_dim>;
     using Probabilities = RegisterOperand<dtype, 16, c.key_tile>;
-    struct Softmax {
-        OnlineSoftmax<GpuMath> rows[Scores::rows];
-    };
+    using Softmax = ForwardSoftmax;
     // As the copies leave it.
     using ValueTile = TileLayout<c.key_tile, c.columns(), 2, kPanel>;
 
@@ -82,19 +81,7 @@ class ForwardConsumer {
     static constexpr int kTurnThreads = 256;  // those whose turn it is, and those who were before
     // Beside a note's flags: a row of the warp has no maximum yet.
     static constexpr uint32_t kUnsettled = 1u << 31;
-    static constexpr int kAhead = 4;         // so many of a row's exponentials are prepared at once
-    static constexpr float kHuge = 1 << 22;  // scores whose rounding errors matter as exponents
-    // A sum of probabilities from which on their reference may be why the row is not finite.
-    static constexpr float kLarge = dtype == DType::float16 ? 1 << 15 : 1 << 24;
-    // And one from which on downwards probabilities are too small to be exact, as where ALiBi hides what the
-    // row's first tile has.
-    static constexpr float kSmall = dtype == DType::float16 ? 0x1p-4f : 0x1p-60f;
-
-    // Computed where it is wanted: there is no register to keep it in.
-    __device__ __forceinline__ static int warp_row() { return int(opaque(threadIdx.x)) / 32 * 16; }
-    __device__ __forceinline__ Position query(const ForwardPlan& plan, int r) const {
-        return plan.tile.first + warp_row() + Scores::row(r);
-    }
+    static constexpr int kAhead = 4;  // so many of a row's exponentials are prepared at once
 
     __device__ __forceinline__ void await_turn() const {
         if constexpr (c.turns) barrier_of<kTurnThreads>(kTurns + warpgroup_);
@@ -103,19 +90,17 @@ class ForwardConsumer {
         if constexpr (c.turns) arrive_at_barrier_of<kTurnThreads>(kTurns + (warpgroup_ + 1) % c.warpgroups);
     }
 
-    // What the whole warp knows to be so, as the compiler sees then: branches need no care, and what they
-    // lead to is the same in all lanes.
-    __device__ __forceinline__ static bool everywhere(bool x) { return __any_sync(0xffffffff, x); }
-    // The same of what few steps need: all of it behind one branch, since each costs a step 30 to 50 cycles.
-    __device__ __forceinline__ static bool rarely(bool x) { return __builtin_expect(everywhere(x), false); }
+    // Of what few steps need, and the compiler knows to be the same in all lanes: all of it behind one
+    // branch, since each costs a step 20 cycles.
+    __device__ __forceinline__ static bool rare(bool x) { return __builtin_expect(x, false); }
 
     __device__ __forceinline__ ForwardPlan& await_queries(uint32_t n) const {
-        mbarrier_wait(shared_address(&shared_.q_full[n % c.query_buffers][warpgroup_]),
-                      n / c.query_buffers % 2);
+        const uint32_t queries = n * c.warpgroups + warpgroup_;
+        mbarrier_wait(in_ring(shared_.q_full, queries), parity(shared_.q_full, queries));
         return shared_.plans[n % kPlans];
     }
     __device__ __forceinline__ void leave_queries(uint32_t n) const {
-        mbarrier_arrive_warp(shared_address(&shared_.q_empty[n % c.query_buffers][warpgroup_]));
+        mbarrier_arrive_warp(in_ring(shared_.q_empty, n * c.warpgroups + warpgroup_));
     }
     __device__ __forceinline__ void leave_plan(uint32_t n) const {
         mbarrier_arrive_warp(in_ring(shared_.done, n));
@@ -131,8 +116,22 @@ class ForwardConsumer {
     }
     // Of keys that are there: the warpgroup's flags, and those of all.
     __device__ __forceinline__ uint32_t flags_of(uint32_t tile) const {
-        const uint32_t flags = __shfl_sync(0xffffffff, shared_.note(tile).flags, 0);
-        return KeyNote::flags_of(flags, warpgroup_);
+        return of_warpgroup(shared_.note(tile).flags);
+    }
+    __device__ __forceinline__ uint32_t of_warpgroup(uint32_t flags) const {
+        return KeyNote::flags_of(__shfl_sync(0xffffffff, flags, 0), warpgroup_);
+    }
+    // What a step asks before it wants to know, since answers take as long as products: are the values there,
+    // and if the warpgroup sees more, what the next tile's keys, which are there, are to it.
+    struct Ahead {
+        bool values;
+        uint32_t flags;
+    };
+    __device__ __forceinline__ Ahead look_ahead(uint32_t tile, uint32_t flags) const {
+        return {has_values(tile), flags & KeyNote::last ? 0 : shared_.note(tile + 1).flags};
+    }
+    __device__ __forceinline__ bool has_values(uint32_t tile) const {
+        return mbarrier_test(in_ring(shared_.v_full, tile), parity(shared_.v_full, tile));
     }
     __device__ __forceinline__ void await_values(uint32_t tile) const {
         mbarrier_wait(in_ring(shared_.v_full, tile), parity(shared_.v_full, tile));
@@ -145,16 +144,14 @@ class ForwardConsumer {
     }
 
     __device__ __forceinline__ void start_qk(Scores& s, uint32_t n, uint32_t tile) const {
-        uint32_t q = shared_address(shared_.q[n % c.query_buffers]) + warpgroup_ * 64 * kPanelRowBytes;
+        uint32_t q = shared_address(shared_.q[(n * c.warpgroups + warpgroup_) % c.query_slots]);
         // Were it always the same, all its descriptors would be kept, in registers that there are not.
-        if constexpr (c.query_buffers == 1) q = __shfl_sync(0xffffffff, q, 0);
-        multiply_rows_by_rows<dtype, c.head_dim>(s, q, c.queries(),
-                                                 shared_address(shared_.k[tile % c.stages]));
+        if constexpr (c.query_slots == c.warpgroups) q = __shfl_sync(0xffffffff, q, 0);
+        multiply_rows_by_rows<dtype, c.head_dim>(s, q, 64, shared_address(shared_.k[tile % c.stages]));
         wgmma_commit();
     }
     __device__ __forceinline__ void start_pv(const Probabilities& p, uint32_t tile) {
-        multiply_registers_by_columns<dtype, c.key_tile>(out_, p.value,
-                                                         shared_address(shared_.v[tile % c.stages]));
+        out_.add(p, shared_address(shared_.v[tile % c.stages]));
         wgmma_commit();
     }
 
@@ -197,7 +194,7 @@ class ForwardConsumer {
         bool ends, over;       // with the tile of keys the queries, for the warpgroup; for all
         softmax_ = Softmax();
         unsettled_ = kUnsettled;
-        out_.clear();
+        out_.begin(everywhere(plan->careful));
         do {  // as long as a map leaves no gap that is too long to go on beside the last output
             uint32_t flags, next_tile;
             tile = leave_hidden(tile, tile - 1, flags);
@@ -210,11 +207,13 @@ class ForwardConsumer {
             leave_keys(tile);
             exponentiate(s, rescale, *plan, n, tile, flags);
             if (!(flags & KeyNote::last)) await_keys(tile + 1);
+            Ahead ahead = look_ahead(tile, flags);
             Probabilities p(s);
             while (true) {
                 ends = false;
                 next_tile = tile + 1;
-                if (rarely(flags & (KeyNote::last | KeyNote::gap | KeyNote::careful))) {
+                bool known = false;  // the next tile's flags
+                if (rare(flags & (KeyNote::last | KeyNote::gap | KeyNote::careful))) {
                     if (pending) finish_before(n, before, pending);
                     if (flags & KeyNote::careful && flags & KeyNote::masked) {
                         await_values(tile);
@@ -224,15 +223,22 @@ class ForwardConsumer {
                     over = flags & KeyNote::end;
                     // The producer waits for the values of this tile when it has copied so many more.
                     const uint32_t limit = tile + c.stages;
+                    const bool gap = flags & KeyNote::gap;
                     if (ends) {
                         next_tile = leave_rest(next_tile, limit, over);
                         if (!over) break;
+                        known = has_keys(next_tile);  // mostly; then both are looked at together
                         plan = &await_queries(n + 1);
-                        if (!multiplies(*plan)) break;
+                        const uint32_t noted = flags_of(next_tile);
+                        const bool goes_on = multiplies(*plan);
+                        known = !everywhere(!known | !goes_on | (noted & KeyNote::hidden) != 0);
+                        if (!known && !goes_on) break;
+                        if (known) flags = noted;
                     }
-                    if (flags & (KeyNote::last | KeyNote::gap)) {
+                    if (!known && (ends || gap)) {
                         next_tile = leave_hidden(next_tile, limit, flags);
                         if (flags & KeyNote::hidden) break;
+                        known = true;
                     }
                     if (ends) {
                         before = softmax_;
@@ -243,38 +249,35 @@ class ForwardConsumer {
                 await_turn();
                 wgmma_fence();
                 start_qk(s, n + ends, next_tile);
-                const bool late = rarely(pending);
+                const bool late = rare(pending);
                 if (late) {
                     pass_turn();
                     finish_before(n, before, pending);
                 }
-                await_values(tile);
+                if (!ahead.values) await_values(tile);
                 wgmma_fence();
                 start_pv(p, tile);
                 if (!late) pass_turn();
-                if (!ends) flags = flags_of(next_tile);
+                if (!known) flags = of_warpgroup(ahead.flags);
+                const bool keys_are_there = has_keys(next_tile + 1);
                 wgmma_wait<1>();
                 keep(registers_of(s));
                 leave_keys(next_tile);
-                const bool keys_are_there = flags & KeyNote::last || has_keys(next_tile + 1);
                 exponentiate(s, rescale, *plan, n + ends, next_tile, flags);
-                if (rarely(!keys_are_there)) await_keys(next_tile + 1);
                 wgmma_wait<0>();
                 keep(registers_of(s));
                 leave_values(tile);
-                if (rarely(ends || flags & KeyNote::careful)) {
-                    keep(registers_of(out_));
+                if (!keys_are_there && !(flags & KeyNote::last)) await_keys(next_tile + 1);
+                if (rare(ends || flags & KeyNote::careful)) {
+                    out_.keep();
                     if (ends) {
                         pending = true;
                         ++n;
                     } else {
-#pragma unroll
-                        for (int r = 0; r < Scores::rows; ++r)
-#pragma unroll
-                            for (int column = 0; column < Output::columns; ++column)
-                                out_.at(r, column) *= rescale[r];
+                        out_.rescale(rescale);
                     }
                 }
+                ahead = look_ahead(next_tile, flags);
                 p = Probabilities(s);
                 tile = next_tile;
             }
@@ -282,19 +285,19 @@ class ForwardConsumer {
             wgmma_fence();
             start_pv(p, tile);
             wgmma_wait<0>();
-            keep(registers_of(out_));
+            out_.keep();
             leave_values(tile);
             tile = next_tile;
         } while (!ends);
         tile = leave_rest(tile, tile - 1, over);
-        finish(shared_.plans[n % kPlans], softmax_);
+        out_.finish(shared_.plans[n % kPlans], softmax_);
         leave_plan(n++);
     }
 
     // The output of the queries before the n-th, while the first scores of the n-th are multiplied.
     __device__ __forceinline__ void finish_before(uint32_t n, const Softmax& softmax, bool& pending) {
-        finish(shared_.plans[(n - 1) % kPlans], softmax);
-        out_.clear();
+        out_.finish(shared_.plans[(n - 1) % kPlans], softmax);
+        out_.begin(everywhere(shared_.plans[n % kPlans].careful));
         leave_plan(n - 1);
         pending = false;
     }
@@ -303,15 +306,14 @@ class ForwardConsumer {
     __device__ __forceinline__ void exponentiate(Scores& s, float (&rescale)[Scores::rows],
                                                  const ForwardPlan& plan, uint32_t n, uint32_t tile,
                                                  uint32_t flags) {
-        constexpr uint32_t rare = KeyNote::last | KeyNote::masked | KeyNote::careful | kUnsettled;
+        constexpr uint32_t unusual = KeyNote::last | KeyNote::masked | KeyNote::careful | kUnsettled;
         const KeyNote& note = shared_.note(tile);
         if constexpr (c.transformed) transformed(plan, note).scale_and_cap(s);
         if constexpr (c.biased) add_bias(s, flags & KeyNote::careful);
         bool wants_alibi = c.transformed;
-        if (rarely((flags | unsettled_) & rare)) {
+        if (rare((flags | unsettled_) & unusual)) {
             if (flags & KeyNote::last) leave_queries(n);
-            if (flags & KeyNote::masked)
-                mask_scores<c>(s, plan, note, warpgroup_, plan.tile.first + warp_row());
+            if (flags & KeyNote::masked) mask_scores<c>(s, plan, note, flags, warp_row());
             wants_alibi = c.transformed && !plan.template alibi_first<c>(warpgroup_);
             if (c.transformed && !wants_alibi) transformed(plan, note).add_alibi(s);
             if (flags & KeyNote::careful) return exponentiate_carefully(s, rescale, plan, note);
@@ -379,7 +381,7 @@ class ForwardConsumer {
             // Waits for an exponential: ptxas would begin with all multiplications, and leave the
             // exponentials nothing to hide behind.
             if (column >= 2 * kAhead && column % kAhead == 0)
-                reference = fmaf(s.at(r, column - 2 * kAhead), 0, reference);
+                reference = behind(reference, s.at(r, column - 2 * kAhead));
             float& p = s.at(r, column);
             p = GpuMath::exponential(fmaf(p, unit, -reference));
             sum += p;
@@ -402,13 +404,6 @@ class ForwardConsumer {
         if (!row.settled() && largest > row.row_max) row.row_max = largest;
     }
 
-    __device__ __forceinline__ static float row_maximum(const Scores& s, int r) {
-        float largest = s.at(r, 0);
-#pragma unroll
-        for (int column = 1; column < Scores::columns; ++column) largest = fmaxf(largest, s.at(r, column));
-        return quad_max(largest);
-    }
-
     // All consumers: elements of V that are not finite become 0, and the output of a row that sees such a key
     // is NaN from here on. What is not finite would else be everybody's: a hidden key's probability is 0, not
     // no factor.
@@ -422,78 +417,20 @@ class ForwardConsumer {
         fence_async_proxy();
         barrier_of<c.consumers()>(kConsumers);
 #pragma unroll
-        for (int r = 0; r < Scores::rows; ++r) {
-            if (sees_bad_key<dtype, c>(problem_, plan, note, warpgroup_, query(plan, r), shared_.bad_keys))
-#pragma unroll
-                for (int column = 0; column < Output::columns; ++column)
-                    out_.at(r, column) = __int_as_float(0x7fffffff);
-        }
-    }
-
-    // Without branches, so that nothing waits for anything else.
-    __device__ __forceinline__ void finish(ForwardPlan& plan, Softmax softmax) {
-        float factor[Scores::rows], zero[Scores::rows][2];  // zero: NaN if an element is not finite
-#pragma unroll
-        for (int r = 0; r < Scores::rows; ++r) {
-            softmax.rows[r].row_sum = quad_sum(softmax.rows[r].row_sum);
-            factor[r] = softmax.rows[r].normalizer();
-            zero[r][0] = zero[r][1] = 0;
-        }
-#pragma unroll
-        for (int column = 0; column < Output::columns; ++column)
-#pragma unroll
-            for (int r = 0; r < Scores::rows; ++r) {
-                zero[r][column % 2] = fmaf(out_.at(r, column), 0, zero[r][column % 2]);
-                out_.at(r, column) *= factor[r];
-            }
-        bool wrong = false;
-        bool follows[Scores::rows];
-#pragma unroll
-        for (int r = 0; r < Scores::rows; ++r) {
-            const OnlineSoftmax<GpuMath>& row = softmax.rows[r];
-            const bool huge = !(fabsf(row.reference()) < kHuge);
-            const bool small = c.transformed && row.settled() && row.row_sum < kSmall;
-            const bool right = (zero[r][0] + zero[r][1] == 0) & (row.row_sum < INFINITY) & !huge & !small;
-            const bool mine = !plan.careful & !right & plan.tile.rows.contains(query(plan, r));
-            follows[r] = mine & (huge | small | !(row.row_sum < kLarge));
-            wrong |= mine;
-        }
-        if (rarely(wrong)) {
-#pragma unroll
-            for (int r = 0; r < Scores::rows; ++r)
-                if (follows[r]) plan.follow(warp_row() + Scores::row(r));
-            if (lane_index() == 0) plan.redo = true;
-        }
-        store(plan, softmax);
-    }
-
-    // No query of the tile sees a key.
-    __device__ __forceinline__ void finish_empty(const ForwardPlan& plan) {
-        out_.clear();
-        store(plan, Softmax());
-    }
-
-    __device__ __forceinline__ void store(const ForwardPlan& plan, const Softmax& softmax) const {
-        const RowTile& tile = plan.tile;
-        float* lse = statistics_of<float>(problem_.lse, tile.batch, tile.sequence.first_query_row, tile.head);
-        const int mine = lane_index() % 4;
-        const float log_sum_exp = (mine == 0 ? softmax.rows[0] : softmax.rows[1]).log_sum_exp(natural_);
-        if (mine < Scores::rows && tile.rows.contains(query(plan, mine)))
-            lse[query(plan, mine)] = log_sum_exp;
-        const HeadRows<Bits<dtype>> out(problem_.out, tile.unowned ? 0 : tile.batch,
-                                        tile.sequence.first_query_row, tile.head, problem_.head_dim_v);
-        store_rows<dtype>(out, out_, tile.first + warp_row(), tile.rows);
+        for (int r = 0; r < Scores::rows; ++r)
+            if (sees_bad_key<dtype, c>(problem_, plan, note, warpgroup_, warp_row() + Scores::row(r),
+                                       shared_.bad_keys))
+                out_.forget(r);
     }
 
     const ForwardProblem& problem_;
     ForwardShared<c>& shared_;
     const float& score_unit_;
-    const double& natural_;
     const int warpgroup_;  // the same in all lanes, as the compiler sees, too
     Softmax softmax_;
     uint32_t unsettled_;  // kUnsettled or 0
     uint32_t bias_tile_ = 0;
-    Output out_;
+    ForwardOutput<dtype, c> out_;
 };
 
 }  // namespace flash::cuda::sm90

@@ -9,29 +9,23 @@
 
 namespace flash::cuda::sm90 {
 
-// What a query of the warpgroup sees of a tile of keys, but for bits.
-__device__ __forceinline__ Interval visible(const ForwardPlan& plan, const KeyNote& note, int warpgroup,
-                                            Position query) {
-    const bool absent = KeyNote::flags_of(note.flags, warpgroup) & KeyNote::absent;
-    return intersection(plan.visible(query), {note.seen.begin, absent ? 0 : note.seen.end});
-}
-
-// Scores that the warp's queries, which begin at `first`, don't see are minus infinity.
+// Scores that the warp's rows, which begin at `row` of the plan's tile, don't see are minus infinity.
 template <ForwardConfiguration c, class Scores>
 __device__ __forceinline__ void mask_scores(Scores& s, const ForwardPlan& plan, const KeyNote& note,
-                                            int warpgroup, Position first) {
+                                            uint32_t flags, int row) {
     if constexpr (c.key_tile % 32 == 0)
-        if (__any_sync(0xffffffff, note.flags & KeyNote::partial))
-            plan.bits.each_hidden<Scores>(first, note.first, [&](int r, int column) {
+        if (__any_sync(0xffffffff, flags & KeyNote::partial))
+            plan.bits.each_hidden<Scores>(plan.tile.first + row, note.first, [&](int r, int column) {
                 s.at(r, column) = OnlineSoftmax<GpuMath>::minus_infinity();
             });
+    const RowSight sight(plan, note, flags);
 #pragma unroll
     for (int r = 0; r < Scores::rows; ++r) {
-        const Interval keys = visible(plan, note, warpgroup, first + Scores::row(r));
+        const Interval keys = sight[row + Scores::row(r)];
         uint32_t shown = 0;
 #pragma unroll
         for (int column = 0; column < Scores::columns; ++column) {
-            const int begin = note.first + column / 32 * 128;
+            const int begin = sight.first() + column / 32 * 128;
             if (column % 32 == 0)
                 shown = columns_in_front_of(keys.end - begin, lane_index()) &
                         ~columns_in_front_of(keys.begin - begin, lane_index());
@@ -40,12 +34,14 @@ __device__ __forceinline__ void mask_scores(Scores& s, const ForwardPlan& plan, 
     }
 }
 
-// Does the query see a key of those whose bits are set, of the tile of keys? For where it is rarely asked.
+// Does the tile's row see a key of those whose bits are set, of the tile of keys? For where it is rarely
+// asked.
 template <DType dtype, ForwardConfiguration c>
 __device__ __forceinline__ bool sees_bad_key(const ForwardProblem& problem, const ForwardPlan& plan,
-                                             const KeyNote& note, int warpgroup, Position query,
+                                             const KeyNote& note, int warpgroup, int row,
                                              const uint32_t (&bad_keys)[(c.key_tile + 31) / 32]) {
-    const Interval keys = visible(plan, note, warpgroup, query);
+    const Interval keys = RowSight(plan, note, KeyNote::flags_of(note.flags, warpgroup))[row];
+    const Position query = plan.tile.first + row;
     const Bits<dtype>* bias = nullptr;
     if constexpr (c.biased)
         bias = row_of<const Bits<dtype>>(problem.bias, plan.tile.batch, plan.tile.head,

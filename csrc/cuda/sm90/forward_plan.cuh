@@ -14,11 +14,16 @@
 namespace flash::cuda::sm90 {
 
 struct ForwardConfiguration {
-    int head_dim, key_tile, warpgroups, stages, query_buffers;  // warpgroups: that compute, 64 queries each
-    bool turns;         // warpgroups start their products one after the other
-    bool transformed;   // scores have a softcap, ALiBi, or a scale that is not positive
-    bool biased;        // or a bias, and perhaps those
-    int diagonal_keys;  // under a diagonal it is for more of them
+    int head_dim, key_tile;
+    int warpgroups;      // that compute, 64 queries each
+    int stages;          // tiles of keys, and of values, in flight
+    int query_slots;     // 64 queries each, taken by the warpgroups in turn
+    int registers;       // of a thread that computes
+    bool stages_output;  // O leaves by way of shared memory
+    bool turns;          // warpgroups start their products one after the other
+    bool transformed;    // scores have a softcap, ALiBi, or a scale that is not positive
+    bool biased;         // or a bias, and perhaps those
+    int diagonal_keys;   // under a diagonal it is for more of them
 
     constexpr int columns() const { return in_whole_panels(head_dim); }
     constexpr int queries() const { return 64 * warpgroups; }
@@ -38,8 +43,8 @@ struct alignas(16) KeyNote {
     static constexpr uint32_t gap = 8;      // hides the next tile, but not all that follow
     static constexpr uint32_t absent = 16;  // visited, as all are when care is taken, but hidden by a map
     static constexpr int kBits = 5;
-    static constexpr uint32_t end = 1 << 16, careful = 1 << 17;  // of the tile of queries
-    static constexpr uint32_t partial = 1 << 18;                 // bits say what is visible
+    static constexpr uint32_t end = 1 << 20, careful = 1 << 21;  // of the tile of queries
+    static constexpr uint32_t partial = 1 << 22;                 // bits say what is visible
 
     Position first;
     Interval seen;  // what of it exists and some row sees
@@ -50,7 +55,7 @@ struct alignas(16) KeyNote {
     }
     // The warpgroup's flags, and those of all.
     __device__ __forceinline__ static uint32_t flags_of(uint32_t flags, int warpgroup) {
-        return (flags >> kBits * warpgroup & ((1 << kBits) - 1)) | (flags & ~0xffffu);
+        return (flags >> kBits * warpgroup & ((1 << kBits) - 1)) | (flags & ~(end - 1));
     }
 };
 
@@ -61,28 +66,36 @@ enum class Work { tile, nothing, end };
 constexpr int kPlans = 3;
 
 struct ForwardPlan {
+    static constexpr Position kFar = 1 << 30;
+
     Work work;
     bool careful;  // given again: values that are not finite are kept from rows that don't see them
     bool has_keys;
     bool redo;  // the consumers' answer
     // Rows that follow their maximum then. The others compute the same bits again.
-    uint32_t following[6];
+    uint32_t following[BlockUnion::kLists * 2];
     uint32_t multiply;  // a bit for each warpgroup that has something to multiply
     RowTile tile;
     Mask mask;
+    // The keys that the mask leaves the tile's first row, also where there are none; those of row i lie i
+    // further.
+    alignas(8) Interval reach;
     ScoreTransform<GpuMath> transform;  // if scores are transformed
     VisibleBits bits;
     KeyPlace start, places[2];  // of values, of keys
     // Of a warpgroup's queries: what some of them see, and what all do.
     struct alignas(16) Sight {
         Interval some, all;
-    } sights[3];
+    } sights[BlockUnion::kLists];
 
     // Of the tile. By a warp: a lane looks at a warpgroup's queries.
     __device__ void make(const ForwardProblem& problem, const ForwardConfiguration& c) {
         const int i = lane_index();
         if (i == 0) {
             mask = Mask(problem, tile.sequence);
+            const Position center = tile.first + mask.diagonal();
+            reach = {mask.left < 0 ? -kFar : center - mask.left,
+                     mask.right < 0 ? kFar : center + mask.right + 1};
             if (c.transformed)
                 transform = ScoreTransform<GpuMath>(problem, tile.unowned ? 0 : tile.batch, tile.head);
             bits = VisibleBits(problem, tile.batch, tile.head);
@@ -134,24 +147,34 @@ struct ForwardPlan {
     __device__ __forceinline__ Interval visible(Position query) const {
         return tile.unowned ? Interval(0, 0) : mask.keys_of(query);
     }
+};
 
-    // Of a tile of keys. of: whose it is; walk, place: what follows it. By a warp, of which lane i looks
-    // after warpgroup i.
-    template <ForwardConfiguration c>
-    __device__ __forceinline__ KeyNote note(Position first, const ListedBlock& of,
-                                            const KeyWalk<c.key_tile>& walk, const KeyPlace& place) const {
+// Makes the notes of a plan's tiles of keys. By a warp, of which lane i looks after warpgroup i. What it
+// reads of the plan it keeps: whoever reads shared memory waits for as long as products run.
+template <ForwardConfiguration c>
+class NoteWriter {
+  public:
+    __device__ __forceinline__ explicit NoteWriter(const ForwardPlan& plan)
+        : sight_(plan.sights[index()]),
+          visited_(plan.start.visited),
+          flags_((plan.careful ? KeyNote::careful : 0) | (plan.bits.rows ? KeyNote::partial : 0)) {}
+
+    // of: whose the tile is; walk, place: what follows it.
+    __device__ __forceinline__ KeyNote operator()(Position first, const ListedBlock& of,
+                                                  const KeyWalk<c.key_tile>& walk,
+                                                  const KeyPlace& place) const {
         const Interval keys(first, first + c.key_tile);
-        const int i = lane_index() < c.warpgroups ? lane_index() : 0;
-        const Sight sight = sights[i];
+        const int i = index();
+        const bool careful = flags_ & KeyNote::careful;
         const bool listed = of.lists >> i & 1, end = !walk.more();
-        const bool more = keys.end < sight.some.end && walk.later(place) >> i & 1;
+        const bool more = keys.end < sight_.some.end && walk.later(place) >> i & 1;
         uint32_t mine = 0;
-        if (of.partial >> i & 1 || keys.begin < sight.all.begin || keys.end > sight.all.end)
+        if (of.partial >> i & 1 || keys.begin < sight_.all.begin || keys.end > sight_.all.end)
             mine |= KeyNote::masked;
         if (careful) {
             mine |= end ? KeyNote::last : 0;
-            if (!listed) mine |= KeyNote::absent | (sight.some.empty() ? 0 : KeyNote::masked);
-        } else if (!listed || intersection(keys, sight.some).empty()) {
+            if (!listed) mine |= KeyNote::absent | (sight_.some.empty() ? 0 : KeyNote::masked);
+        } else if (!listed || intersection(keys, sight_.some).empty()) {
             mine |= KeyNote::hidden;
         } else if (!more) {
             mine |= KeyNote::last;
@@ -162,10 +185,34 @@ struct ForwardPlan {
         // They take care together. What a bias hides may be anywhere.
         constexpr uint32_t each = KeyNote::of_each(KeyNote::masked, c.warpgroups);
         if (careful && (c.biased || flags & each)) flags |= each;
-        flags |= (end ? KeyNote::end : 0) | (careful ? KeyNote::careful : 0) |
-                 (of.partial && bits.rows ? KeyNote::partial : 0);
-        return {first, intersection(keys, start.visited), flags};
+        flags |= (end ? KeyNote::end : 0) | (flags_ & (of.partial ? ~0u : ~KeyNote::partial));
+        return {first, intersection(keys, visited_), flags};
     }
+
+  private:
+    __device__ __forceinline__ static int index() { return lane_index() < c.warpgroups ? lane_index() : 0; }
+
+    const ForwardPlan::Sight sight_;
+    const Interval visited_;
+    const uint32_t flags_;  // that all notes have, and partial blocks'
+};
+
+// What a row of a plan's tile sees of a tile of keys, but for bits. flags: the warpgroup's. What it needs of
+// shared memory is read at once: each read waits for as long as products run.
+class RowSight {
+  public:
+    __device__ __forceinline__ RowSight(const ForwardPlan& plan, const KeyNote& note, uint32_t flags)
+        : reach_(plan.reach), seen_(note.seen), first_(note.first) {
+        if (flags & KeyNote::absent) seen_.end = 0;
+    }
+    __device__ __forceinline__ Interval operator[](int row) const {
+        return intersection({reach_.begin + row, reach_.end + row}, seen_);
+    }
+    __device__ __forceinline__ Position first() const { return first_; }  // of the keys
+
+  private:
+    Interval reach_, seen_;
+    Position first_;
 };
 
 // Each warpgroup's part of a bias' tile is read when its scores are there, and then the next one is copied.
@@ -190,15 +237,27 @@ struct ForwardBias<c, true> {
     }
 };
 
+// Each warp's rows on their way out.
+template <ForwardConfiguration c, bool kStages = c.stages_output>
+struct OutputStage {
+    __device__ uint32_t of_warp(int) const { return 0; }
+};
+template <ForwardConfiguration c>
+struct OutputStage<c, true> {
+    alignas(1024) char rows[4 * c.warpgroups][16 * c.columns() * 2];
+    __device__ uint32_t of_warp(int warp) const { return shared_address(rows[warp]); }
+};
+
 template <ForwardConfiguration c>
 struct ForwardShared {
-    static constexpr int query_bytes = c.queries() * c.columns() * 2,
-                         key_bytes = c.key_tile * c.columns() * 2;
+    static constexpr int query_bytes = 64 * c.columns() * 2, key_bytes = c.key_tile * c.columns() * 2;
 
-    alignas(1024) char q[c.query_buffers][query_bytes];
+    alignas(1024) char q[c.query_slots][query_bytes];
     alignas(1024) char k[c.stages][key_bytes];
     alignas(1024) char v[c.stages][key_bytes];
-    uint64_t q_full[c.query_buffers][c.warpgroups], q_empty[c.query_buffers][c.warpgroups];
+    uint64_t q_full[2 * c.warpgroups];  // each awaited by one warpgroup alone, which must see all its phases
+    uint64_t q_empty[c.query_slots];
+    static_assert(c.warpgroups <= c.query_slots && c.query_slots <= 2 * c.warpgroups);
     uint64_t k_full[c.stages], k_empty[c.stages], v_full[c.stages], v_empty[c.stages];
     KeyNote notes[2 * c.stages];  // read until the values are multiplied, when the keys are long gone
     ForwardPlan plans[kPlans];
@@ -206,16 +265,14 @@ struct ForwardShared {
     uint64_t walked[kPlans];  // the plan's keys have all been asked for
     uint32_t bad_keys[(c.key_tile + 31) / 32];
     ForwardBias<c> bias;
+    OutputStage<c> output;
 
     __device__ __forceinline__ KeyNote& note(uint32_t tile) { return notes[tile % (2 * c.stages)]; }
 
     // By one thread.
     __device__ void start() {
-        for (int i = 0; i < c.query_buffers; ++i)
-            for (int j = 0; j < c.warpgroups; ++j) {
-                mbarrier_init(shared_address(&q_full[i][j]), 1);
-                mbarrier_init(shared_address(&q_empty[i][j]), 4 * kWarpArrivals);
-            }
+        for (uint64_t& full : q_full) mbarrier_init(shared_address(&full), 1);
+        for (uint64_t& empty : q_empty) mbarrier_init(shared_address(&empty), 4 * kWarpArrivals);
         for (int i = 0; i < kPlans; ++i) {
             mbarrier_init(shared_address(&planned[i]), 1);
             mbarrier_init(shared_address(&walked[i]), 1);

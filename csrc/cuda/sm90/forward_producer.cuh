@@ -40,6 +40,7 @@ class ForwardPlanner {
             nothing = plan.work == Work::tile ? 0 : nothing + 1;
             if (nothing == 0) plan.make(problem_, c);
             if (lane_index() == 0) mbarrier_arrive(in_ring(shared_.planned, n));
+#pragma unroll 1
             for (int i = 0; i < c.warpgroups; ++i) copy(plan, n, i);
         }
     }
@@ -61,14 +62,13 @@ class ForwardPlanner {
 
     // The warpgroup's queries, or the word that there are none.
     __device__ void copy(const ForwardPlan& plan, uint32_t n, int warpgroup) {
-        const uint32_t full = shared_address(&shared_.q_full[n % c.query_buffers][warpgroup]);
-        mbarrier_wait(shared_address(&shared_.q_empty[n % c.query_buffers][warpgroup]),
-                      n / c.query_buffers % 2 ^ 1);
+        const uint32_t queries = n * c.warpgroups + warpgroup, full = in_ring(shared_.q_full, queries);
+        mbarrier_wait(in_ring(shared_.q_empty, queries), parity(shared_.q_empty, queries) ^ 1);
         __syncwarp();  // else a lane could miss the phase
         if (lane_index() > 0) return;
         if (plan.work == Work::tile)
-            load_rows<64, c.queries(), c.head_dim>(
-                shared_.q[n % c.query_buffers] + warpgroup * 64 * 128, maps_.q, full,
+            load_rows<64, 64, c.head_dim>(
+                shared_.q[queries % c.query_slots], maps_.q, full,
                 int(plan.tile.sequence.first_query_row) + plan.tile.first + warpgroup * 64,
                 int(plan.tile.head), tensor_batch(problem_.cu_seqlens_q, plan.tile));
         mbarrier_arrive(full);
@@ -127,11 +127,12 @@ class ForwardProducer {
     __device__ __forceinline__ void copy_bias(ForwardPlan& plan, uint32_t (&tiles)[c.warpgroups]) {
         using Tile = BiasTile<dtype, 64, c.key_tile>;
         KeyPlace& place = shared_.bias.place;
+        const NoteWriter<c> note(plan);
         for (KeyWalk<c.key_tile> walk(place, plan.start); walk.more();) {
             const Position first = walk.first();
             const ListedBlock of = walk.of(place);
             walk.advance(place);
-            const uint32_t flags = plan.template note<c>(first, of, walk, place).flags;
+            const uint32_t flags = note(first, of, walk, place).flags;
 #pragma unroll
             for (int i = 0; i < c.warpgroups; ++i) {
                 if (KeyNote::flags_of(flags, i) & KeyNote::hidden) continue;
@@ -151,26 +152,26 @@ class ForwardProducer {
     template <bool kKeys>
     __device__ __forceinline__ void copy_plan(ForwardPlan& plan, uint32_t& tile) {
         KeyPlace& place = plan.places[kKeys];
-        const int row = int(plan.tile.sequence.first_key_row), head = int(plan.tile.key_head);
-        const int batch = tensor_batch(problem_.cu_seqlens_k, plan.tile);
+        const KeyRows rows(plan.tile, problem_);
+        const NoteWriter<c> note_of(plan);
         for (KeyWalk<c.key_tile> walk(place, plan.start); walk.more(); ++tile) {
             const Position first = walk.first();
             const ListedBlock of = walk.of(place);
             walk.advance(place);
             if constexpr (kKeys) {
-                const KeyNote note = plan.template note<c>(first, of, walk, place);
+                const KeyNote note = note_of(first, of, walk, place);
                 mbarrier_wait(in_ring(shared_.k_empty, tile), parity(shared_.k_empty, tile) ^ 1);
                 if (lane_index() == 0) {
-                    load_keys(shared_.k[tile % c.stages], maps_.k, in_ring(shared_.k_full, tile), row + first,
-                              head, batch);
+                    load_keys(shared_.k[tile % c.stages], maps_.k, in_ring(shared_.k_full, tile), rows,
+                              first);
                     shared_.note(tile) = note;
                     mbarrier_arrive(in_ring(shared_.k_full, tile));
                 }
             } else {
                 mbarrier_wait(in_ring(shared_.v_empty, tile), parity(shared_.v_empty, tile) ^ 1);
                 if (lane_index() == 0) {
-                    load_keys(shared_.v[tile % c.stages], maps_.v, in_ring(shared_.v_full, tile), row + first,
-                              head, batch);
+                    load_keys(shared_.v[tile % c.stages], maps_.v, in_ring(shared_.v_full, tile), rows,
+                              first);
                     mbarrier_arrive(in_ring(shared_.v_full, tile));
                 }
             }
@@ -180,8 +181,9 @@ class ForwardProducer {
 
     // By one thread, which has yet to arrive.
     __device__ __forceinline__ static void load_keys(const char* to, const CUtensorMap& map, uint32_t full,
-                                                     int row, int head, int batch) {
-        load_rows<c.key_tile, c.key_tile, c.head_dim>(to, map, full, row, head, batch);
+                                                     const KeyRows& rows, Position first) {
+        load_rows<c.key_tile, c.key_tile, c.head_dim>(to, map, full, rows.first + first, rows.head,
+                                                      rows.batch);
     }
 
     const ForwardProblem& problem_;

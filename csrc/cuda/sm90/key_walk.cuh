@@ -1,5 +1,5 @@
 // Which tiles of keys a tile of queries visits, and which of its warpgroups do: all that some query sees, or
-// what of it a map's lists have. A warpgroup's queries lie in one block row, the tile's in up to three.
+// what of it a map's lists have. A warpgroup's queries lie in one block row, the tile's in up to four.
 #pragma once
 
 #include "../../attention/block_union.h"

@@ -26,4 +26,15 @@ __device__ __forceinline__ int tensor_batch(const int32_t* cu_seqlens, const Row
     return cu_seqlens ? 0 : int(tile.batch);
 }
 
+// Where the keys of a tile of queries lie, read once: to a warp that copies, what lies in shared memory is
+// far.
+struct KeyRows {
+    int first, head, batch;
+
+    __device__ __forceinline__ KeyRows(const RowTile& tile, const ForwardProblem& problem)
+        : first(int(tile.sequence.first_key_row)),
+          head(int(tile.key_head)),
+          batch(tensor_batch(problem.cu_seqlens_k, tile)) {}
+};
+
 }  // namespace flash::cuda::sm90

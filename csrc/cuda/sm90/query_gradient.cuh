@@ -34,7 +34,7 @@ constexpr ForwardConfiguration query_gradient_configuration(int head_dim, bool t
             .key_tile = 64,
             .warpgroups = 2,
             .stages = 2,
-            .query_buffers = 1,
+            .query_slots = 2,
             .turns = false,
             .transformed = transformed};
 }
@@ -110,11 +110,11 @@ class QueryGradientProducer {
 
     // A whole warp each.
     __device__ void copy_keys() {
-        copy_tiles<true>([&](const ForwardPlan& plan, uint32_t tile, Position first, const KeyNote& note) {
+        copy_tiles<true>([&](const KeyRows& rows, uint32_t tile, Position first, const KeyNote& note) {
             const uint32_t full = in_ring(shared_.k_full, tile), stage = tile % c.stages;
             mbarrier_wait(in_ring(shared_.k_empty, tile), parity(shared_.k_empty, tile) ^ 1);
             if (lane_index() > 0) return;
-            load(plan, shared_.k[stage], maps_.k, full, first);
+            load(rows, shared_.k[stage], maps_.k, full, first);
             for (uint32_t& keys : shared_.bad_keys[stage]) keys = 0;
             shared_.has_bad_keys[stage] = false;
             shared_.notes[tile % Shared::kNotes] = note;
@@ -122,10 +122,10 @@ class QueryGradientProducer {
         });
     }
     __device__ void copy_values() {
-        copy_tiles<false>([&](const ForwardPlan& plan, uint32_t tile, Position first, const KeyNote&) {
+        copy_tiles<false>([&](const KeyRows& rows, uint32_t tile, Position first, const KeyNote&) {
             mbarrier_wait(in_ring(shared_.v_empty, tile), parity(shared_.v_empty, tile) ^ 1);
             if (lane_index() > 0) return;
-            load(plan, shared_.v[tile % Shared::kValues], maps_.v, in_ring(shared_.v_full, tile), first);
+            load(rows, shared_.v[tile % Shared::kValues], maps_.v, in_ring(shared_.v_full, tile), first);
             mbarrier_arrive(in_ring(shared_.v_full, tile));
         });
     }
@@ -170,11 +170,15 @@ class QueryGradientProducer {
             ForwardPlan& plan = shared_.plans[n % kPlans];
             if (plan.work == Work::end) break;
             KeyPlace& place = plan.places[kKeys];
+            const NoteWriter<c> note_of(plan);
+            const KeyRows rows(plan.tile, problem_);
             for (KeyWalk<c.key_tile> walk(place, plan.start); walk.more(); ++tile) {
                 const Position first = walk.first();
                 const ListedBlock of = walk.of(place);
                 walk.advance(place);
-                copy(plan, tile, first, plan.template note<c>(first, of, walk, place));
+                KeyNote note{};
+                if constexpr (kKeys) note = note_of(first, of, walk, place);
+                copy(rows, tile, first, note);
                 __syncwarp();
             }
             if (kKeys && lane_index() == 0) mbarrier_arrive(in_ring(shared_.walked, n));
@@ -182,12 +186,10 @@ class QueryGradientProducer {
     }
 
     // By one thread, which has yet to arrive.
-    __device__ __forceinline__ void load(const ForwardPlan& plan, const char* to, const CUtensorMap& map,
-                                         uint32_t barrier, Position first) const {
-        const RowTile& of = plan.tile;
-        load_rows<c.key_tile, c.key_tile, c.head_dim>(
-            to, map, barrier, int(of.sequence.first_key_row) + first, int(of.key_head),
-            tensor_batch(problem_.cu_seqlens_k, of));
+    __device__ __forceinline__ static void load(const KeyRows& rows, const char* to, const CUtensorMap& map,
+                                                uint32_t barrier, Position first) {
+        load_rows<c.key_tile, c.key_tile, c.head_dim>(to, map, barrier, rows.first + first, rows.head,
+                                                      rows.batch);
     }
 
     const ForwardProblem& problem_;
@@ -420,13 +422,13 @@ class QueryGradient {
     // finite is seen.
     __device__ __forceinline__ void mask(Scores& ds, const ForwardPlan& plan, uint32_t tile,
                                          bool has_bad_keys) const {
-        const KeyNote& note = shared_.notes[tile % Shared::kNotes];
+        const RowSight sight(plan, shared_.notes[tile % Shared::kNotes], 0);
         const uint32_t (&bad_keys)[(c.key_tile + 31) / 32] = shared_.bad_keys[tile % c.stages];
 #pragma unroll
         for (int r = 0; r < Scores::rows; ++r) {
-            const Interval keys = intersection(plan.visible(query(plan, r)), note.seen);
-            const uint32_t shown = columns_in_front_of(keys.end - note.first, lane_index()) &
-                                   ~columns_in_front_of(keys.begin - note.first, lane_index());
+            const Interval keys = sight[warp_row() + Scores::row(r)];
+            const uint32_t shown = columns_in_front_of(keys.end - sight.first(), lane_index()) &
+                                   ~columns_in_front_of(keys.begin - sight.first(), lane_index());
 #pragma unroll
             for (int column = 0; column < Scores::columns; ++column)
                 if (!(shown >> column & 1)) ds.at(r, column) = 0;

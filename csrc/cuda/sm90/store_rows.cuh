@@ -19,7 +19,7 @@ inline bool fits_store_rows(const TensorView& view, int64_t head_dim) {
 // lanes exchange columns first, so that a quad writes 32 bytes of a row at once, a whole sector.
 template <DType dtype, int kColumns>
 __device__ __forceinline__ void store_rows(const HeadRows<Bits<dtype>>& to,
-                                           const Fragment<16, kColumns>& tile, Position first,
+                                           const RegisterOperand<dtype, 16, kColumns>& tile, Position first,
                                            Interval rows) {
     using Tile = Fragment<16, kColumns>;
     const int lane = lane_index() % 4;
@@ -30,22 +30,41 @@ __device__ __forceinline__ void store_rows(const HeadRows<Bits<dtype>>& to,
     for (int n = 0; n < Tile::column_tiles; n += 2)
 #pragma unroll
         for (int r = 0; r < Tile::rows; ++r) {
-            const auto &left = tile.value[0][n], &right = tile.value[0][n + 1];
-            const uint32_t low = pack<dtype>(left[r * 2], left[r * 2 + 1]);
-            const uint32_t high = pack<dtype>(right[r * 2], right[r * 2 + 1]);
+            const uint32_t low = tile.value[n / 2][0][r], high = tile.value[n / 2][0][2 + r];
             const uint32_t other = __shfl_xor_sync(0xffffffff, odd ? low : high, 1);
             four[n / 2][r] = make_uint2(odd ? other : low, odd ? high : other);
         }
+    Bits<dtype>* columns = to.row(first + Tile::row(0)) + mine;
+    const int exist = to.head_dim - mine;
 #pragma unroll
-    for (int r = 0; r < Tile::rows; ++r) {
-        const Position row = first + Tile::row(r);
-        if (!rows.contains(row)) continue;
-        Bits<dtype>* const columns = opaque(to.row(row) + mine);
-        const int exist = to.head_dim - mine;
+    for (int r = 0; r < Tile::rows; ++r, columns += 8 * to.row_stride) {
+        const int of_row = rows.contains(first + Tile::row(r)) ? exist : 0;
+        columns = opaque(columns);
 #pragma unroll
         for (int column = 0; column < kColumns; column += 16)
-            if (column < exist) store_global(columns + column, four[column / 16][r]);
+            store_global(columns + column, four[column / 16][r], column < of_row);
     }
+}
+
+template <DType dtype, int kColumns>
+__device__ __forceinline__ void store_rows(const HeadRows<Bits<dtype>>& to,
+                                           const Fragment<16, kColumns>& tile, Position first,
+                                           Interval rows) {
+    store_rows<dtype>(to, RegisterOperand<dtype, 16, kColumns>(tile), first, rows);
+}
+
+// In the warp's own shared memory, a panel of 64 columns after the other, swizzled as copies want it. The
+// panels are at multiples of 1024.
+constexpr int kStagedPanelBytes = 16 * 64 * 2;
+template <DType dtype, int kColumns>
+__device__ __forceinline__ void stage_rows(const RegisterOperand<dtype, 16, kColumns>& tile,
+                                           uint32_t scratch) {
+    using Layout = TileLayout<16, 64, 2>;
+    const int lane = lane_index();
+    const uint32_t place = scratch + Layout::offset(lane % 16, 0, lane / 16);
+#pragma unroll
+    for (int k = 0; k < kColumns; k += 16)
+        stmatrix_x4(Layout::at(place, 0, k % 64) + k / 64 * kStagedPanelBytes, tile.value[k / 16][0]);
 }
 
 // The same by way of the warp's own 2048 bytes of shared memory, a multiple of 1024: 8 lanes write 128 bytes

@@ -49,12 +49,13 @@ __device__ __forceinline__ void multiply_registers_by_rows(Fragment<16, kColumns
 template <DType dtype, int kDepth, int kColumns>
 __device__ __forceinline__ void multiply_registers_by_columns(Fragment<16, kColumns>& d,
                                                               const uint32_t (&a)[kDepth / 16][1][4],
-                                                              uint32_t b, int b_rows = kDepth) {
+                                                              uint32_t b, int b_rows = kDepth,
+                                                              bool accumulate = true) {
     const uint64_t right = wgmma_descriptor(b, b_rows * kPanelRowBytes);
 #pragma unroll
     for (int k = 0; k < kDepth / 16; ++k)
         Wgmma<dtype, kColumns, true>::multiply(registers_of(d), a[k][0],
-                                               further(right, k * 16 * kPanelRowBytes), true);
+                                               further(right, k * 16 * kPanelRowBytes), k > 0 || accumulate);
 }
 
 // D[i][j] = sum_k A[k][i] B[k][j]; a: kDepth rows of one panel, the warpgroup's; b: kDepth rows of kColumns.

@@ -20,8 +20,9 @@ using Shared = BackwardShared<kConfiguration>;
 using QueryShared = QueryGradientShared<kQueries>;
 static_assert(kQueries.threads() == kConfiguration.threads);
 
-// Of the 512 that a multiprocessor has for each of its 128 lanes.
+// Of the 512 that a multiprocessor has for each of its 128 lanes; and of the query gradient's kernel.
 constexpr int kConsumerRegisters = 232, kProducerRegisters = 40;
+constexpr int kQueryConsumerRegisters = 224, kQueryProducerRegisters = 56;
 
 __global__ void __launch_bounds__(kConfiguration.threads, 1)
     attention_key_gradients(const __grid_constant__ BackwardProblem problem,
@@ -66,14 +67,14 @@ __global__ void __launch_bounds__(kConfiguration.threads, 1)
     }
     __syncthreads();
     if (threadIdx.x >= kConfiguration.consumers) {
-        shrink_registers<kProducerRegisters>();
+        shrink_registers<kQueryProducerRegisters>();
         const int warp = int(threadIdx.x - kConfiguration.consumers) / 32;
         QueryGradientProducer<kDType, kQueries> producer(problem.forward, maps, queue, shared);
         if (warp == 0) producer.copy_keys();
         if (warp == 1) producer.copy_values();
         if (warp == 2) producer.plan();
     } else {
-        grow_registers<kConsumerRegisters>();
+        grow_registers<kQueryConsumerRegisters>();
         QueryGradient<kDType, kQueries>(problem, statistics, shared, score_unit).run();
     }
     // It needs nothing of attention_key_gradients, but whoever waits for this grid means both.

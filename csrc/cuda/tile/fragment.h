@@ -59,6 +59,18 @@ __device__ __forceinline__ float quad_max(float x) {
     return fmaxf(x, __shfl_xor_sync(0xffffffff, x, 2));
 }
 
+// Of a fragment's row.
+template <int kRows, int kColumns>
+__device__ __forceinline__ float row_maximum(const Fragment<kRows, kColumns>& x, int r) {
+    float even = x.at(r, 0), odd = x.at(r, 1);  // two, since each waits for the one before
+#pragma unroll
+    for (int column = 2; column < x.columns; column += 2) {
+        even = fmaxf(even, x.at(r, column));
+        odd = fmaxf(odd, x.at(r, column + 1));
+    }
+    return quad_max(fmaxf(even, odd));
+}
+
 __device__ __forceinline__ float quad_sum(float x) {
     x += __shfl_xor_sync(0xffffffff, x, 1);
     return x + __shfl_xor_sync(0xffffffff, x, 2);

@@ -7,6 +7,12 @@
 
 namespace flash::cuda {
 
+// A factor more precise than a float, without the double that takes a GPU long.
+struct PreciseFactor {
+    float high, low;
+    explicit PreciseFactor(double x) : high(float(x)), low(float(x - high)) {}
+};
+
 struct GpuMath {
     using Real = float;
     using Value = float;
@@ -24,6 +30,9 @@ struct GpuMath {
     // x * factor + log(y), rounded once: the backward recomputes every probability from it.
     __device__ __forceinline__ static float plus_log(float x, double factor, float y) {
         return float(x * factor + double(logf(y)));
+    }
+    __device__ __forceinline__ static float plus_log(float x, PreciseFactor factor, float y) {
+        return fmaf(x, factor.high, fmaf(x, factor.low, logf(y)));
     }
     // 1 - 2 / (1 + e^2x), right at both infinities, and near 0, where that would cancel, an odd polynomial of
     // relative error 4e-8 (minimax on [-0.55, 0.55]).

@@ -37,6 +37,10 @@ inline void bulk_load(uint32_t shared, const float* global, uint32_t bytes, uint
     });
 }
 
+inline void bulk_commit() {
+    emulator::end_group();
+}
+
 inline void bulk_wait_read() {
     emulator::wait_for_all();
 }

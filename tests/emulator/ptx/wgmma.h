@@ -40,6 +40,11 @@ void wgmma_wait() {
 template <int kCount>
 void keep(float (&)[kCount]) {}
 
+template <int kCount>
+void undefine(float (&d)[kCount]) {
+    for (float& x : d) x = NAN;
+}
+
 template <DType dtype, int kColumns, bool transposed, bool left_transposed = false>
 struct Wgmma {
     struct Lane {
@@ -65,8 +70,8 @@ struct Wgmma {
                 b[column][k] = wgmma_element<dtype>(lanes[0].right, transposed, column, k);
             if (!lanes[0].a)
                 for (int row = 0; row < 16; ++row)
-                    a[row][k] = wgmma_element<dtype>(lanes[0].left, left_transposed,
-                                                     lanes[0].warp * 16 + row, k);
+                    a[row][k] =
+                        wgmma_element<dtype>(lanes[0].left, left_transposed, lanes[0].warp * 16 + row, k);
         }
         for (int lane = 0; lanes[0].a && lane < emulator::kLanes; ++lane)
             for (int r = 0; r < 4; ++r)

@@ -1,0 +1,208 @@
+// The output of Hopper's forward: a warpgroup's O in registers, from the first product to the rows in device
+// memory, and the look at whether it may stay there.
+#pragma once
+
+#include "../../attention/online_softmax.h"
+#include "../any/loader.cuh"
+#include "../ptx/global.h"
+#include "../ptx/pair_fma.h"
+#include "../ptx/reduce.h"
+#include "../ptx/tma.h"
+#include "../tile/gpu_math.h"
+#include "../tile/warp_product.h"
+#include "forward_plan.cuh"
+#include "load_rows.cuh"
+#include "store_rows.cuh"
+#include "warpgroup_product.h"
+
+namespace flash::cuda::sm90 {
+
+// Of a thread's two rows.
+struct ForwardSoftmax {
+    OnlineSoftmax<GpuMath> rows[2];
+};
+
+// Where copies put O, 16 rows at once, if its strides let them.
+struct OutputMap {
+    CUtensorMap map;
+    bool fits;
+};
+
+// Computed where it is wanted: there is no register to keep it in.
+__device__ __forceinline__ int warp_row() {
+    return int(opaque(threadIdx.x)) / 32 * 16;
+}
+
+// What the whole warp knows to be so, as the compiler sees then: branches need no care, and what they lead to
+// is the same in all lanes.
+__device__ __forceinline__ bool everywhere(bool x) {
+    return __any_sync(0xffffffff, x);
+}
+
+template <DType dtype, ForwardConfiguration c>
+class ForwardOutput {
+  public:
+    using Output = Fragment<16, c.head_dim>;
+
+    // natural: a score in natural units.
+    __device__ ForwardOutput(const ForwardProblem& problem, const PreciseFactor& natural,
+                             const OutputMap& map, OutputStage<c>& stage)
+        : problem_(problem), natural_(natural), map_(map), stage_(stage) {}
+
+    // The next product is the first one. Where care is taken rows may be NaN before it.
+    __device__ __forceinline__ void begin(bool careful) {
+        fresh_ = !careful;
+        undefine(registers_of(out_));
+        if (__builtin_expect(careful, false)) out_.clear();
+    }
+
+    // O += P V. By the warpgroup, to be committed.
+    __device__ __forceinline__ void add(const RegisterOperand<dtype, 16, c.key_tile>& p, uint32_t values) {
+        multiply_registers_by_columns<dtype, c.key_tile>(out_, p.value, values, c.key_tile, !fresh_);
+        fresh_ = false;
+    }
+    __device__ __forceinline__ void keep() { cuda::keep(registers_of(out_)); }
+    __device__ __forceinline__ void rescale(const float (&factor)[Output::rows]) {
+#pragma unroll
+        for (int r = 0; r < Output::rows; ++r)
+#pragma unroll
+            for (int column = 0; column < Output::columns; ++column) out_.at(r, column) *= factor[r];
+    }
+    // The row is NaN from here on.
+    __device__ __forceinline__ void forget(int r) {
+#pragma unroll
+        for (int column = 0; column < Output::columns; ++column)
+            out_.at(r, column) = __int_as_float(0x7fffffff);
+    }
+
+    // Without branches, so that nothing waits for anything else. Rows that are not right are asked for again.
+    __device__ __forceinline__ void finish(ForwardPlan& plan, ForwardSoftmax softmax) {
+        const RowTile tile = plan.tile;  // read before there is anything else to do, since it takes its time
+        const bool careful = plan.careful;
+        float factor[Output::rows];
+#pragma unroll
+        for (int r = 0; r < Output::rows; ++r) {
+            softmax.rows[r].row_sum = quad_sum(softmax.rows[r].row_sum);
+            factor[r] = softmax.rows[r].normalizer();
+        }
+        rescale(factor);
+        const Operand packed(out_);
+        bool finite[Output::rows];
+        look_for_what_is_not_finite(packed, finite);
+        bool wrong = false;
+        bool follows[Output::rows];
+#pragma unroll
+        for (int r = 0; r < Output::rows; ++r) {
+            const OnlineSoftmax<GpuMath>& row = softmax.rows[r];
+            const bool huge = !(fabsf(row.reference()) < kHuge);
+            const bool small = c.transformed && row.settled() && row.row_sum < kSmall;
+            const bool right = finite[r] & (row.row_sum < INFINITY) & !huge & !small;
+            const bool mine = !careful & !right & tile.rows.contains(query(tile, r));
+            follows[r] = mine & (huge | small | !(row.row_sum < kLarge));
+            wrong |= mine;
+        }
+        if (__builtin_expect(everywhere(wrong), false)) {
+#pragma unroll
+            for (int r = 0; r < Output::rows; ++r)
+                if (follows[r]) plan.follow(warp_row() + Output::row(r));
+            if (lane_index() == 0) plan.redo = true;
+        }
+        store_lse(tile, softmax);
+        if (c.stages_output && leaves_in_a_box(tile))
+            store_box(tile, packed, careful);
+        else
+            store_rows<dtype>(rows_of(tile), packed, tile.first + warp_row(), tile.rows);
+    }
+
+    // No query of the tile sees a key.
+    __device__ __forceinline__ void store_zeros(const RowTile& tile) {
+        out_.clear();
+        store_lse(tile, ForwardSoftmax());
+        store_rows<dtype>(rows_of(tile), out_, tile.first + warp_row(), tile.rows);
+    }
+
+    // Until shared memory is no longer needed.
+    __device__ __forceinline__ void await_stores() const {
+        if (c.stages_output && lane_index() == 0) bulk_wait_read();
+    }
+
+  private:
+    using Operand = RegisterOperand<dtype, 16, c.head_dim>;
+
+    static constexpr float kHuge = 1 << 22;  // scores whose rounding errors matter as exponents
+    // A sum of probabilities from which on their reference may be why the row is not finite.
+    static constexpr float kLarge = dtype == DType::float16 ? 1 << 15 : 1 << 24;
+    // And one from which on downwards probabilities are too small to be exact, as where ALiBi hides what the
+    // row's first tile has.
+    static constexpr float kSmall = dtype == DType::float16 ? 0x1p-4f : 0x1p-60f;
+
+    __device__ __forceinline__ static Position query(const RowTile& tile, int r) {
+        return tile.first + warp_row() + Output::row(r);
+    }
+    __device__ __forceinline__ HeadRows<Bits<dtype>> rows_of(const RowTile& tile) const {
+        return {problem_.out, tile.unowned ? 0 : tile.batch, tile.sequence.first_query_row, tile.head,
+                problem_.head_dim_v};
+    }
+
+    // Rounded as it is, two elements at once: 0 times what is not finite is NaN.
+    __device__ __forceinline__ static void look_for_what_is_not_finite(const Operand& packed,
+                                                                       bool (&finite)[Output::rows]) {
+        uint32_t zeros[Output::rows][2] = {};
+#pragma unroll
+        for (int k = 0; k < c.head_dim / 16; ++k)
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                zeros[i % 2][i / 2] = pair_fma<dtype>(packed.value[k][0][i], 0, zeros[i % 2][i / 2]);
+#pragma unroll
+        for (int r = 0; r < Output::rows; ++r) {
+            const float2 low = unpack<dtype>(zeros[r][0]), high = unpack<dtype>(zeros[r][1]);
+            finite[r] = low.x + low.y + (high.x + high.y) == 0;
+        }
+    }
+
+    __device__ __forceinline__ void store_lse(const RowTile& tile, const ForwardSoftmax& softmax) const {
+        float* lse = statistics_of<float>(problem_.lse, tile.batch, tile.sequence.first_query_row, tile.head);
+        const int mine = lane_index() % 4;
+        const float log_sum_exp = (mine == 0 ? softmax.rows[0] : softmax.rows[1]).log_sum_exp(natural_);
+        store_global(lse + query(tile, mine), log_sum_exp,
+                     mine < Output::rows && tile.rows.contains(query(tile, mine)));
+    }
+
+    // Whether a copy of the warp's 16 rows writes what exists and nothing else: it leaves out what lies
+    // behind the tensor's rows, but would write those of the next packed sequence.
+    __device__ __forceinline__ bool leaves_in_a_box(const RowTile& tile) const {
+        const Position end = tile.first + warp_row() + 16;
+        return everywhere(map_.fits & (!problem_.cu_seqlens_q | (end <= tile.rows.end)));
+    }
+    __device__ __forceinline__ void store_box(const RowTile& tile, const Operand& packed,
+                                              bool careful) const {
+        const uint32_t scratch = stage_.of_warp(warp_row() / 16);
+        if (lane_index() == 0) {
+            if (careful)  // what was stored before, of the same rows, must not come later
+                bulk_wait();
+            else
+                bulk_wait_read();
+        }
+        __syncwarp();
+        stage_rows(packed, scratch);
+        fence_async_proxy();
+        __syncwarp();
+        if (lane_index() > 0) return;
+        const int row = int(tile.sequence.first_query_row) + tile.first + warp_row();
+        const int batch = tensor_batch(problem_.cu_seqlens_q, tile);
+#pragma unroll
+        for (int column = 0; column < c.head_dim; column += kPanel)
+            tma_store(scratch + column / kPanel * kStagedPanelBytes, &map_.map, column, row, int(tile.head),
+                      batch);
+        bulk_commit();
+    }
+
+    const ForwardProblem& problem_;
+    const PreciseFactor& natural_;
+    const OutputMap& map_;
+    OutputStage<c>& stage_;
+    bool fresh_ = false;
+    Output out_;
+};
+
+}  // namespace flash::cuda::sm90
