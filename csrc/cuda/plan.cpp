@@ -63,6 +63,8 @@ int64_t keys_for(const BackwardKernel&, const ForwardProblem& problem) {
 const char* objection(const ForwardKernel& kernel, const ForwardProblem& problem, const Device& device) {
     if (kernel.capability && kernel.capability != device.capability) return "it is for other GPUs";
     if (problem.bias.data && !kernel.takes_bias) return "its tiles leave no registers for a bias";
+    if (kernel.from_keys > 0 && problem.deterministic && problem.cu_seqlens_k)
+        return "with deterministic=True no packed sequence's kernel depends on how long the others are";
     return kernel.why_not ? kernel.why_not(problem, device) : nullptr;
 }
 
