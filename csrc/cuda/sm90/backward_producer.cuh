@@ -45,6 +45,7 @@ class BackwardProducer {
     template <bool kMasked, class Zeros = NoDqZeros>
     __device__ void run(const Zeros& zeros = {}) {
         TileQueue::Reader queue(queue_);
+        if (kMasked && lane_index() == 0) queue.open();
         uint32_t stage = 0, free = 1;  // the parity of the stage's last use
         uint32_t handed = 0;           // the same of each stage as the one warp hands it to the other
         uint32_t n = 0;

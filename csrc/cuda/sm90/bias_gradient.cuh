@@ -99,6 +99,7 @@ class BiasGradientProducer {
     // A whole warp: decides what is visited, and copies the operands of S and the biases.
     __device__ void copy_for_scores() const {
         TileNumbers::Reader queue(queue_);
+        if (lane_index() == 0) queue.open();
         uint32_t n = 0, biases = 0;  // visits, and tiles of the bias that have some, so far
 #pragma unroll 1
         for (uint32_t index; take(queue, index);) {

@@ -33,7 +33,6 @@ __global__ void __launch_bounds__(kConfiguration.threads(), 1)
         shared.start();
         fence_async_proxy();
     }
-    await_grid_before();
     let_next_grid_start();
     __syncthreads();
     if (threadIdx.x >= kConfiguration.consumers()) {

@@ -3,6 +3,7 @@
 // other times, and one those of a bias.
 #pragma once
 
+#include "../ptx/grid_dependency.h"
 #include "bias_tile.cuh"
 #include "forward_plan.cuh"
 #include "load_rows.cuh"
@@ -27,8 +28,11 @@ class ForwardPlanner {
           queue_(queue),
           shared_(shared) {}
 
-    // A whole warp.
+    // A whole warp. The first plan is made while the grid before ends, unless it reads device memory.
     __device__ void run() {
+        const bool reads_memory = c.transformed || problem_.cu_seqlens_q || problem_.cu_seqlens_k ||
+                                  problem_.key_blocks.counts;
+        if (reads_memory) begin();
         // A plan's tile may have to be done again; so all plans have to be seen done at the end.
         for (uint32_t n = 0, nothing = 0; nothing <= kPlans; ++n) {
             ForwardPlan& plan = shared_.plans[n % kPlans];
@@ -40,12 +44,18 @@ class ForwardPlanner {
             nothing = plan.work == Work::tile ? 0 : nothing + 1;
             if (nothing == 0) plan.make(problem_, c);
             if (lane_index() == 0) mbarrier_arrive(in_ring(shared_.planned, n));
+            if (n == 0 && !reads_memory) begin();
 #pragma unroll 1
             for (int i = 0; i < c.warpgroups; ++i) copy(plan, n, i);
         }
     }
 
   private:
+    __device__ void begin() const {
+        await_grid_before();
+        if (lane_index() == 0) queue_.open();
+    }
+
     // One thread.
     __device__ void decide(ForwardPlan& plan, bool all_done) {
         plan.careful = plan.redo;
@@ -128,6 +138,7 @@ class ForwardProducer {
         using Tile = BiasTile<dtype, 64, c.key_tile>;
         KeyPlace& place = shared_.bias.place;
         const NoteWriter<c> note(plan);
+        await_grid_before();
         for (KeyWalk<c.key_tile> walk(place, plan.start); walk.more();) {
             const Position first = walk.first();
             const ListedBlock of = walk.of(place);
@@ -154,6 +165,7 @@ class ForwardProducer {
         KeyPlace& place = plan.places[kKeys];
         const KeyRows rows(plan.tile, problem_);
         const NoteWriter<c> note_of(plan);
+        await_grid_before();
         for (KeyWalk<c.key_tile> walk(place, plan.start); walk.more(); ++tile) {
             const Position first = walk.first();
             const ListedBlock of = walk.of(place);

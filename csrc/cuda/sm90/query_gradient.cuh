@@ -93,6 +93,7 @@ class QueryGradientProducer {
     // A whole warp.
     __device__ void plan() {
         TileQueue::Reader queue(queue_);
+        if (lane_index() == 0) queue.open();
         for (uint32_t n = 0;; ++n) {
             ForwardPlan& plan = shared_.plans[n % kPlans];
             mbarrier_wait(in_ring(shared_.done, n), parity(shared_.done, n) ^ 1);

@@ -51,9 +51,17 @@ class TileNumbers {
       public:
         __device__ explicit Reader(const TileNumbers& queue) : queue_(queue) {}
 
+        // Before the second number is taken, strict: before the first. The first one touches no memory
+        // else, so that it can be had while the grid before still uses the counter's (ptx/grid_dependency.h).
+        __device__ void open() const {
+            TileCounter* const counter = queue_.counter_;
+            if (!counter || blockIdx.x > 0) return;
+            counter->next = queue_.strict_ ? 0 : gridDim.x;
+            store_release(&counter->ticket, queue_.ticket_);
+        }
+
         // False at the end, and then not to be called again.
         __device__ bool take(uint32_t& index) {
-            if (taken_ == 0) start();
             index = taken_ > 0 || queue_.strict_ ? following() : blockIdx.x;
             if (index < queue_.count_) {
                 ++taken_;
@@ -65,13 +73,6 @@ class TileNumbers {
 
       private:
         __device__ static uint32_t last() { return gridDim.x - 1; }
-
-        __device__ void start() const {
-            TileCounter* const counter = queue_.counter_;
-            if (!counter || blockIdx.x > 0) return;
-            counter->next = queue_.strict_ ? 0 : gridDim.x;
-            store_release(&counter->ticket, queue_.ticket_);
-        }
 
         __device__ uint32_t following() const {
             TileCounter* const counter = queue_.counter_;
