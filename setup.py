@@ -8,8 +8,8 @@ runtime is linked statically, so that a module with GPU engines loads where no d
 
 Environment: FLASH_ATTN_CUDA_ARCHS ("all", "80;90", "none"; otherwise TORCH_CUDA_ARCH_LIST, otherwise the GPUs
 of this machine), CUDA_HOME, CXX, MAX_JOBS, FLASH_ATTN_BUILD_LOGS (a folder for the CUDA compiler's reports,
-which tools/check_kernels.py reads), FLASH_ATTN_RACECHECK (1: kernels that compute-sanitizer's racecheck can
-follow, see tools/sanitize.sh).
+which tools/check_kernels.py reads), FLASH_ATTN_SANITIZE (1: kernels that compute-sanitizer can follow, see
+tools/sanitize.sh).
 """
 
 import os
@@ -150,8 +150,8 @@ class BuildExtension(build_ext):
             return
         gencode = [flag for architecture in self.architectures for flag in architecture.flags()]
         nvcc = [self.toolkit.nvcc, *CUDA_FLAGS, *self.toolkit.smallest]
-        if os.environ.get("FLASH_ATTN_RACECHECK") == "1":
-            nvcc.append("-DFLASH_EVERY_LANE_ARRIVES")
+        if os.environ.get("FLASH_ATTN_SANITIZE") == "1":
+            nvcc.append("-DFLASH_SANITIZED")
         for row in sorted(self.rows(), key=lambda row: (row.kernel, -row.configuration.head_dim)):
             for dtype in row.dtypes:
                 macros = self.folder / f"{row.symbol(dtype)}.h"

@@ -1,14 +1,18 @@
 // One kernel of the table without torch: kernel_variants.py compiles it with a row's macros and runs it.
 //
-//     kernel_timer tokens width seqlen:causal ...
+//     kernel_timer tokens width idle seqlen:causal ...
 //
-// prints a line for each cell: seqlen, causal, seconds (median), and a checksum of what was written. causal
-// is 0 or 1, with a d behind it for the deterministic backward.
+// idles so many milliseconds before each sample (a burst; 0: sustained, and samples are shorter), and prints a
+// line for each cell: seqlen, causal, seconds (median), and a checksum of what was written. causal is 0 or 1,
+// with a d behind it for the deterministic backward.
 #include FLASH_SOURCE
 
+#include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
+#include <thread>
 #include <vector>
 
 #ifdef FLASH_BACKWARD
@@ -72,7 +76,7 @@ Device this_device() {
             int64_t(properties.sharedMemPerBlockOptin), properties.l2CacheSize};
 }
 
-void time_cell(int64_t tokens, int64_t width, int64_t seqlen, bool causal, bool deterministic) {
+void time_cell(int64_t tokens, int64_t width, int idle, int64_t seqlen, bool causal, bool deterministic) {
     Memory memory;
     const int64_t batch = tokens / seqlen, heads = width / kHeadDim, elements = tokens * width;
     const auto tensor = [&](uint32_t seed) {
@@ -114,9 +118,11 @@ void time_cell(int64_t tokens, int64_t width, int64_t seqlen, bool causal, bool 
 #endif
     cudaEvent_t begin, end;
     cudaEventCreate(&begin), cudaEventCreate(&end);
-    const int calls = std::min(20, std::max(1, int(2e12 / flops)));
+    const int calls = idle ? std::clamp(int(7e12 / flops), 1, 64) : std::clamp(int(2e12 / flops), 1, 20);
     std::vector<float> milliseconds;
     for (int i = 0; i <= kSamples; ++i) {  // the first one warms up
+        std::this_thread::sleep_for(std::chrono::milliseconds(idle));
+        if (idle) run();
         cudaEventRecord(begin);
         for (int j = 0; j < calls; ++j) run();
         cudaEventRecord(end);
@@ -141,9 +147,10 @@ void time_cell(int64_t tokens, int64_t width, int64_t seqlen, bool causal, bool 
 
 int main(int count, char** arguments) {
     const int64_t tokens = std::atoll(arguments[1]), width = std::atoll(arguments[2]);
-    for (int i = 3; i < count; ++i) {
+    const int idle = std::atoi(arguments[3]);
+    for (int i = 4; i < count; ++i) {
         char* causal;
         const int64_t seqlen = std::strtoll(arguments[i], &causal, 10);
-        time_cell(tokens, width, seqlen, causal[1] == '1', causal[1] && causal[2] == 'd');
+        time_cell(tokens, width, idle, seqlen, causal[1] == '1', causal[1] && causal[2] == 'd');
     }
 }

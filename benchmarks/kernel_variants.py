@@ -75,8 +75,9 @@ def compile_variant(folder, row, dtype, text, only_compile):
 def run(folder, options):
     """{(seqlen, causal): (TFLOP/s, checksum)}; empty if the program fails."""
     cells = [f"{seqlen}:{causal}" for seqlen in options.seqlens for causal in options.causal]
-    done = subprocess.run([folder / "run", str(options.tokens), str(options.width), *cells], text=True,
-                          stdout=subprocess.PIPE, timeout=options.timeout)
+    sizes = map(str, (options.tokens, options.width, options.idle_ms))
+    done = subprocess.run([folder / "run", *sizes, *cells], text=True, stdout=subprocess.PIPE,
+                          timeout=options.timeout)
     lines = [line.split() for line in done.stdout.splitlines()]
     return {(int(s), int(c)): (float(flops) / float(seconds) / 1e12, float(checksum))
             for s, c, seconds, flops, checksum in lines}
@@ -90,6 +91,8 @@ def main():
     parser.add_argument("--causal", type=int, nargs="+", choices=(0, 1), default=[0, 1])
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--width", type=int, default=2048, help="heads times head dim")
+    parser.add_argument("--idle-ms", type=int, default=0,
+                        help="before each sample: 100, as attention.py, for a burst's clock")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--timeout", type=int, default=60, help="seconds, of one run of a variant")
     parser.add_argument("--only-compile", action="store_true", help="registers and spills; needs no GPU")

@@ -64,7 +64,8 @@ def test_grouped_heads(dtype, dims, group, packed):
     (4096, 4096, 256, {"causal": True, "softcap": 30.0}), (8192, 8192, 64, {"causal": True}),
     (8192, 8192, 128, {"window_size": (700, 300)}), (8192, 8192, 96, {"causal": True, "alibi": "heads"}),
     (1, 8192, 128, {}), (77, 8192, 64, {"causal": True}), (8192, 100, 128, {}),
-    (8192, 1000, 64, {"causal": True}), (2048, 2048, 64, {"dropout_p": 0.1, "causal": True})], ids=str)
+    (8192, 1000, 64, {"causal": True}), (2048, 2048, 64, {"dropout_p": 0.1, "causal": True}),
+    (6200, 4200, 128, {}), (4200, 4200, 256, {}), (8400, 8400, 192, {"causal": True})], ids=str)
 def test_long_sequences(dtype, seqlen_q, seqlen_k, head_dim, features):
     """All rows are judged: a float64 score matrix of 8192 x 8192 fits a GPU."""
     Case(dtype, 1, seqlen_q, seqlen_k, 2, 1, head_dim, device=DEVICE, **features).check()

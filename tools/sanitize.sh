@@ -12,9 +12,10 @@
 # write. Without torch's caching allocator each tensor is an allocation of its own, so that memcheck sees the
 # first byte past it, and initcheck what a former tensor left.
 #
-# racecheck needs kernels built with FLASH_ATTN_RACECHECK=1, in which every lane of a warp arrives at barriers
-# where otherwise one does for all: it does not know that __syncwarp orders what they did, and would report
-# every buffer that is used again.
+# racecheck and initcheck need kernels built with FLASH_ATTN_SANITIZE=1. In those every lane of a warp arrives at
+# barriers where otherwise one does for all: racecheck does not know that __syncwarp orders what they did, and
+# would report every buffer that is used again. And the counter for which Hopper's blocks wait in memory that may
+# hold anything is cleared.
 set -uo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)

@@ -23,7 +23,7 @@ __device__ __forceinline__ void mbarrier_expect(uint32_t barrier, int bytes) {
 
 // The whole warp, as kWarpArrivals. One is enough, since __syncwarp orders what the other lanes did before;
 // racecheck of compute-sanitizer follows only what a thread did that arrives itself (tools/sanitize.sh).
-#if defined(FLASH_EVERY_LANE_ARRIVES)
+#if defined(FLASH_SANITIZED)
 constexpr int kWarpArrivals = 32;
 #else
 constexpr int kWarpArrivals = 1;

@@ -195,7 +195,7 @@ void launch(const BackwardProblem& problem, const Launch& launch) {
     // By a counter, since blocks in step would add to the same sums at the same time; strictly, since blocks
     // wait for those that take tiles before them.
     const TileQueue queue(walk.keys, walk.whole_units() ? walk.keys.heads() : walk.keys.count(), 0,
-                          launch.workspace, !walk.whole_units());
+                          counter_at(launch.workspace, launch), !walk.whole_units());
     const BackwardMaps maps =
         maps_of(problem, statistics, kDType, query_tile, key_tile, kConfiguration.biased);
     launch_kernel(FLASH_KERNEL_NAME, walk.in_walk() ? attention_backward<true> : attention_backward<false>,

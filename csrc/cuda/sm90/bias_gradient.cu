@@ -57,7 +57,7 @@ void FLASH_KERNEL_SYMBOL(const BackwardProblem& problem, const AlignedStatistics
         FLASH_KERNEL_NAME, bias_gradient, std::min<int64_t>(tiles.count(), launch.device.multiprocessors),
         kConfiguration.threads, sizeof(Shared), launch, problem,
         maps_of(problem, statistics, kDType, query_tile, key_tile, true),
-        TileNumbers(tiles.count(), 0, launch.workspace), tiles,
+        TileNumbers(tiles.count(), 0, counter_at(launch.workspace, launch)), tiles,
         Division(uint32_t(RowTiling::group_of(problem.forward))), score_unit(problem.forward, false));
 }
 

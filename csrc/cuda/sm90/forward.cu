@@ -92,7 +92,8 @@ void launch(const ForwardProblem& problem, int, const Launch& launch) {
     const PreciseFactor natural(kConfiguration.transformed ? 1 / GpuMath::unit
                                                            : problem.softmax_scale / unit);
     const RowTiling tiling = tiling_of(problem, launch.device);
-    const TileQueue queue(tiling, tiling.count(), tiles_ahead(problem, kConfiguration), launch.workspace);
+    const TileQueue queue(tiling, tiling.count(), tiles_ahead(problem, kConfiguration),
+                          counter_at(launch.workspace, launch));
     const ForwardMaps maps{
         tensor_map(queries_of(problem, problem.q, problem.head_dim), kDType, 64),
         tensor_map(keys_of(problem, problem.k, problem.head_dim), kDType, kConfiguration.key_tile),

@@ -6,6 +6,7 @@
 #include <random>
 
 #include "../any/row_tile.cuh"
+#include "../launch.h"
 #include "../ptx/counter.h"
 
 namespace flash::cuda::sm90 {
@@ -18,6 +19,17 @@ struct TileCounter {
     uint64_t ticket;
     uint32_t next;
 };
+
+// Where a launch's counter is. Built for compute-sanitizer it is cleared: a block that looks for the ticket
+// does read what nobody may have written.
+inline void* counter_at(void* memory, const Launch& launch) {
+#if defined(FLASH_SANITIZED)
+    if (memory)
+        check(cudaMemsetAsync(memory, 0, sizeof(TileCounter), static_cast<cudaStream_t>(launch.stream)),
+              "clearing a counter");
+#endif
+    return memory;
+}
 
 // Differs from that of every launch whose ticket may still lie in memory. On the host.
 inline uint64_t new_ticket() {

@@ -122,7 +122,7 @@ void launch(const BackwardProblem& problem, const Launch& launch) {
     const RowTiling keys = RowTiling::of_keys(forward, key_tile, launch.device.l2_bytes / 3);
     const DqSums no_sums = DqSums::of_places(RowTiling::of_queries(forward, query_tile, 0), 1, 1, 0, 1);
     launch_walk(attention_key_gradients, keys, sizeof(Shared), launch.overlapping(), problem, maps,
-                statistics, TileQueue(keys, keys.count(), 0, counters), no_sums, unit);
+                statistics, TileQueue(keys, keys.count(), 0, counter_at(counters, launch)), no_sums, unit);
 
     const RowTiling queries = query_tiling(forward, launch.device);
     const QueryGradientMaps query_maps{
@@ -132,7 +132,7 @@ void launch(const BackwardProblem& problem, const Launch& launch) {
     launch_walk(attention_query_gradient, queries, sizeof(QueryShared),
                 keys.count() > 0 ? launch.overlapping() : launch, problem, query_maps, statistics,
                 TileQueue(queries, queries.count(), tiles_ahead(forward, kQueries),
-                          counters + padded(TileQueue::workspace_bytes)),
+                          counter_at(counters + padded(TileQueue::workspace_bytes), launch)),
                 unit);
 }
 
