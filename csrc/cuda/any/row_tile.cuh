@@ -34,10 +34,20 @@ class RowTiling {
                    ? RowTiling(problem, true, tile, cache_bytes / at_least_1(head_bytes), least_tiles)
                    : RowTiling(problem, true, tile, 1, 1);
     }
-    static RowTiling of_keys(const ForwardProblem& problem, Position tile, int64_t cache_bytes) {
+    // Tiles may span several blocks of a map. How long they take the map alone knows; a causal one makes later
+    // ones longer, so they go as under a diagonal.
+    static RowTiling across_blocks(const ForwardProblem& problem, Position tile, int64_t cache_bytes,
+                                   int64_t least_tiles) {
+        ForwardProblem whole = problem;
+        whole.key_blocks = {};
+        if (problem.key_blocks.counts) whole.window_left = -1, whole.window_right = 0;
+        return of_queries(whole, tile, cache_bytes, least_tiles);
+    }
+    static RowTiling of_keys(const ForwardProblem& problem, Position tile, int64_t cache_bytes,
+                             int64_t least_tiles = 1) {
         const int64_t head_bytes = row_bytes(problem) * problem.seqlen_q * group_of(problem);
         return has_diagonal(problem)
-                   ? RowTiling(problem, false, tile, cache_bytes / at_least_1(head_bytes), 1)
+                   ? RowTiling(problem, false, tile, cache_bytes / at_least_1(head_bytes), least_tiles)
                    : RowTiling(problem, false, tile, 1, 1);
     }
     // Whatever the mask, heads that go together have so many tiles.

@@ -4,6 +4,8 @@
 
 #include <cstdint>
 
+#include "../sanitized.h"
+
 namespace flash::cuda {
 
 // By one thread, before a __syncthreads.
@@ -23,11 +25,7 @@ __device__ __forceinline__ void mbarrier_expect(uint32_t barrier, int bytes) {
 
 // The whole warp, as kWarpArrivals. One is enough, since __syncwarp orders what the other lanes did before;
 // racecheck of compute-sanitizer follows only what a thread did that arrives itself (tools/sanitize.sh).
-#if defined(FLASH_SANITIZED)
-constexpr int kWarpArrivals = 32;
-#else
-constexpr int kWarpArrivals = 1;
-#endif
+constexpr int kWarpArrivals = kSanitized ? 32 : 1;
 
 __device__ __forceinline__ void mbarrier_arrive_warp(uint32_t barrier) {
     __syncwarp();

@@ -150,7 +150,8 @@ struct Walk {
         const bool all = problem.window_right < 0 && problem.window_left < 0;
         return has_turns() ? RowTiling::of_keys_together(problem, kConfiguration.key_tile,
                                                          all ? 2 * device.multiprocessors : 1)
-                           : RowTiling::of_keys(problem, kConfiguration.key_tile, device.l2_bytes / 3);
+                           : RowTiling::of_keys(problem, kConfiguration.key_tile, device.l2_bytes / 3,
+                                                device.multiprocessors);
     }
 
     DqSums sums(const ForwardProblem& problem, const Device& device) const {

@@ -32,9 +32,10 @@ struct ForwardConfiguration {
 };
 
 // How many tiles of queries a block takes beyond the one whose last keys it asks for (TileQueue): of those
-// with few keys one, since a tile would else be wanted before it is planned and copied.
+// with few keys, and under a map, whose lists are read first, one, since a tile would else be wanted before
+// it is planned and copied.
 inline uint32_t tiles_ahead(const ForwardProblem& problem, const ForwardConfiguration& c) {
-    return problem.seqlen_k <= 10 * c.key_tile;
+    return problem.seqlen_k <= 10 * c.key_tile || problem.key_blocks.counts;
 }
 
 // A tile of keys, beside its stage. A warpgroup's flags are in bits of its own.
@@ -274,7 +275,7 @@ struct ForwardShared {
         for (uint64_t& full : q_full) mbarrier_init(shared_address(&full), 1);
         for (uint64_t& empty : q_empty) mbarrier_init(shared_address(&empty), 4 * kWarpArrivals);
         for (int i = 0; i < kPlans; ++i) {
-            mbarrier_init(shared_address(&planned[i]), 1);
+            mbarrier_init(shared_address(&planned[i]), kWarpArrivals);
             mbarrier_init(shared_address(&walked[i]), 1);
             mbarrier_init(shared_address(&done[i]), (c.warpgroups * 4 + bias.producers) * kWarpArrivals);
             plans[i].redo = false;

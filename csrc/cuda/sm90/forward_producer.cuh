@@ -43,7 +43,7 @@ class ForwardPlanner {
             __syncwarp();
             nothing = plan.work == Work::tile ? 0 : nothing + 1;
             if (nothing == 0) plan.make(problem_, c);
-            if (lane_index() == 0) mbarrier_arrive(in_ring(shared_.planned, n));
+            mbarrier_arrive_warp(in_ring(shared_.planned, n));
             if (n == 0 && !reads_memory) begin();
 #pragma unroll 1
             for (int i = 0; i < c.warpgroups; ++i) copy(plan, n, i);

@@ -68,7 +68,7 @@ struct QueryGradientShared {
             looked_at[i] = 0;
         }
         for (int i = 0; i < kPlans; ++i) {
-            mbarrier_init(shared_address(&planned[i]), 1);
+            mbarrier_init(shared_address(&planned[i]), kWarpArrivals);
             mbarrier_init(shared_address(&walked[i]), 1);
             mbarrier_init(shared_address(&done[i]), c.warpgroups * 4 * kWarpArrivals);
         }
@@ -103,7 +103,7 @@ class QueryGradientProducer {
             if (lane_index() == 0) decide(queue, plan);
             __syncwarp();
             if (plan.work == Work::tile) plan.make(problem_, c);
-            if (lane_index() == 0) mbarrier_arrive(in_ring(shared_.planned, n));
+            mbarrier_arrive_warp(in_ring(shared_.planned, n));
             for (int i = 0; i < c.warpgroups; ++i) copy_queries(plan, n, i);
             if (plan.work == Work::end) break;
         }

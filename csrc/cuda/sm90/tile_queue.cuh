@@ -8,6 +8,7 @@
 #include "../any/row_tile.cuh"
 #include "../launch.h"
 #include "../ptx/counter.h"
+#include "../sanitized.h"
 
 namespace flash::cuda::sm90 {
 
@@ -20,14 +21,12 @@ struct TileCounter {
     uint32_t next;
 };
 
-// Where a launch's counter is. Built for compute-sanitizer it is cleared: a block that looks for the ticket
-// does read what nobody may have written.
+// Where a launch's counter is. For compute-sanitizer it is cleared: a block that looks for the ticket does
+// read what nobody may have written.
 inline void* counter_at(void* memory, const Launch& launch) {
-#if defined(FLASH_SANITIZED)
-    if (memory)
+    if (kSanitized && memory)
         check(cudaMemsetAsync(memory, 0, sizeof(TileCounter), static_cast<cudaStream_t>(launch.stream)),
               "clearing a counter");
-#endif
     return memory;
 }
 

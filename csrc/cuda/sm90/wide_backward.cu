@@ -119,7 +119,8 @@ void launch(const BackwardProblem& problem, const Launch& launch) {
     constexpr int query_tile = kConfiguration.query_tile, key_tile = kConfiguration.key_tile;
     const BackwardMaps maps = maps_of(problem, statistics, kDType, query_tile, key_tile, false);
 
-    const RowTiling keys = RowTiling::of_keys(forward, key_tile, launch.device.l2_bytes / 3);
+    const RowTiling keys = RowTiling::of_keys(forward, key_tile, launch.device.l2_bytes / 3,
+                                             launch.device.multiprocessors);
     const DqSums no_sums = DqSums::of_places(RowTiling::of_queries(forward, query_tile, 0), 1, 1, 0, 1);
     launch_walk(attention_key_gradients, keys, sizeof(Shared), launch.overlapping(), problem, maps,
                 statistics, TileQueue(keys, keys.count(), 0, counter_at(counters, launch)), no_sums, unit);
