@@ -34,8 +34,8 @@ class RowTiling {
                    ? RowTiling(problem, true, tile, cache_bytes / at_least_1(head_bytes), least_tiles)
                    : RowTiling(problem, true, tile, 1, 1);
     }
-    // Tiles may span several blocks of a map. How long they take the map alone knows; a causal one makes later
-    // ones longer, so they go as under a diagonal.
+    // Tiles may span several blocks of a map. How long they take the map alone knows; a causal one makes
+    // later ones longer, so they go as under a diagonal.
     static RowTiling across_blocks(const ForwardProblem& problem, Position tile, int64_t cache_bytes,
                                    int64_t least_tiles) {
         ForwardProblem whole = problem;
