@@ -15,6 +15,10 @@ inline void check(cudaError_t error, const char* what) {
         throw std::runtime_error(std::string("flash_attn: ") + what + ": " + cudaGetErrorString(error));
 }
 
+inline void set_zero(void* data, int64_t bytes, const char* kernel, const Launch& launch) {
+    check(cudaMemsetAsync(data, 0, bytes, static_cast<cudaStream_t>(launch.stream)), kernel);
+}
+
 // Blocks are counted along x alone: y and z end at 65535.
 template <class... Parameters, class... Arguments>
 void launch_kernel(const char* name, void (*kernel)(Parameters...), int64_t blocks, int threads,

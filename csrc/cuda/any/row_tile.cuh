@@ -29,10 +29,7 @@ class RowTiling {
     // others, heads go one by one.
     static RowTiling of_queries(const ForwardProblem& problem, Position tile, int64_t cache_bytes,
                                 int64_t least_tiles = 1) {
-        const int64_t head_bytes = row_bytes(problem) * problem.seqlen_k / group_of(problem);
-        return has_diagonal(problem)
-                   ? RowTiling(problem, true, tile, cache_bytes / at_least_1(head_bytes), least_tiles)
-                   : RowTiling(problem, true, tile, 1, 1);
+        return in_sections(problem, true, has_diagonal(problem), tile, cache_bytes, least_tiles);
     }
     // Tiles may span several blocks of a map. How long they take the map alone knows; a causal one makes
     // later ones longer, so they go as under a diagonal.
@@ -40,15 +37,12 @@ class RowTiling {
                                    int64_t least_tiles) {
         ForwardProblem whole = problem;
         whole.key_blocks = {};
-        if (problem.key_blocks.counts) whole.window_left = -1, whole.window_right = 0;
-        return of_queries(whole, tile, cache_bytes, least_tiles);
+        const bool differ = problem.key_blocks.counts || has_diagonal(problem);
+        return in_sections(whole, true, differ, tile, cache_bytes, least_tiles);
     }
     static RowTiling of_keys(const ForwardProblem& problem, Position tile, int64_t cache_bytes,
                              int64_t least_tiles = 1) {
-        const int64_t head_bytes = row_bytes(problem) * problem.seqlen_q * group_of(problem);
-        return has_diagonal(problem)
-                   ? RowTiling(problem, false, tile, cache_bytes / at_least_1(head_bytes), least_tiles)
-                   : RowTiling(problem, false, tile, 1, 1);
+        return in_sections(problem, false, has_diagonal(problem), tile, cache_bytes, least_tiles);
     }
     // Whatever the mask, heads that go together have so many tiles.
     static RowTiling of_keys_together(const ForwardProblem& problem, Position tile, int64_t least_tiles) {
@@ -117,6 +111,15 @@ class RowTiling {
                 problem.cu_seqlens_k, problem.query_blocks};
     }
 
+    // differ: tiles take different times, so heads go together; else one by one.
+    static RowTiling in_sections(const ForwardProblem& problem, bool queries, bool differ, Position tile,
+                                 int64_t cache_bytes, int64_t least_tiles) {
+        if (!differ) return RowTiling(problem, queries, tile, 1, 1);
+        const int64_t group = group_of(problem);
+        const int64_t head_bytes = queries ? row_bytes(problem) * problem.seqlen_k / group
+                                           : row_bytes(problem) * problem.seqlen_q * group;
+        return RowTiling(problem, queries, tile, cache_bytes / at_least_1(head_bytes), least_tiles);
+    }
     // Heads go together: so many, or those that have so many tiles, whichever is more.
     RowTiling(const ForwardProblem& problem, bool queries, Position tile, int64_t least_heads,
               int64_t least_tiles)

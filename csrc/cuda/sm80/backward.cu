@@ -80,8 +80,7 @@ void launch_features(const BackwardProblem& problem, const Launch& launch) {
     const RowTiling keys = key_tiling(forward, launch.device);
     DqSums dq_sums = dq_sums_of(forward, keys, launch.device);
     if (!forward.deterministic) {
-        check(cudaMemsetAsync(launch.workspace, 0, dq_sums.bytes(), static_cast<cudaStream_t>(launch.stream)),
-              FLASH_KERNEL_NAME);
+        set_zero(launch.workspace, dq_sums.bytes(), FLASH_KERNEL_NAME, launch);
         dq_sums.lie_at(launch.workspace);
     }
     launch_kernel(FLASH_KERNEL_NAME, attention_backward<features>, keys.count(), kThreads, kSharedBytes,

@@ -64,8 +64,4 @@ inline BackwardMaps maps_of(const BackwardProblem& problem, const AlignedStatist
             biased ? bias_map(forward, dtype, query_tile) : CUtensorMap{}};
 }
 
-inline void set_zero(void* data, int64_t bytes, const char* kernel, const Launch& launch) {
-    check(cudaMemsetAsync(data, 0, bytes, static_cast<cudaStream_t>(launch.stream)), kernel);
-}
-
 }  // namespace flash::cuda::sm90

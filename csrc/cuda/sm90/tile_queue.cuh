@@ -24,9 +24,7 @@ struct TileCounter {
 // Where a launch's counter is. For compute-sanitizer it is cleared: a block that looks for the ticket does
 // read what nobody may have written.
 inline void* counter_at(void* memory, const Launch& launch) {
-    if (kSanitized && memory)
-        check(cudaMemsetAsync(memory, 0, sizeof(TileCounter), static_cast<cudaStream_t>(launch.stream)),
-              "clearing a counter");
+    if (kSanitized && memory) set_zero(memory, sizeof(TileCounter), "tile counter", launch);
     return memory;
 }
 
