@@ -1,10 +1,10 @@
 // One kernel of the table without torch: kernel_variants.py compiles it with a row's macros and runs it.
 //
-//     kernel_timer tokens width idle seqlen:causal ...
+//     kernel_timer tokens width group idle seqlen:causal ...
 //
 // idles so many milliseconds before each sample (a burst; 0: sustained, and samples are shorter), and prints a
-// line for each cell: seqlen, causal, seconds (median), and a checksum of what was written. causal is 0 or 1,
-// with a d behind it for the deterministic backward.
+// line for each cell: seqlen, causal, seconds (median), FLOPs and a checksum of what was written. group: query
+// heads of a key head. causal is 0 or 1, with a d behind it for the deterministic backward.
 #include FLASH_SOURCE
 
 #include <algorithm>
@@ -76,14 +76,22 @@ Device this_device() {
             int64_t(properties.sharedMemPerBlockOptin), properties.l2CacheSize};
 }
 
-void time_cell(int64_t tokens, int64_t width, int idle, int64_t seqlen, bool causal, bool deterministic) {
+struct Sizes {
+    int64_t tokens, width, group;
+};
+
+void time_cell(const Sizes& sizes, int idle, int64_t seqlen, bool causal, bool deterministic) {
     Memory memory;
-    const int64_t batch = tokens / seqlen, heads = width / kHeadDim, elements = tokens * width;
-    const auto tensor = [&](uint32_t seed) {
-        uint16_t* data = static_cast<uint16_t*>(memory.take(elements * 2));
-        draw<<<1024, 256>>>(data, elements, seed);
+    const int64_t batch = sizes.tokens / seqlen, heads = sizes.width / kHeadDim;
+    const int64_t elements = sizes.tokens * sizes.width;  // of q
+    const auto tensor = [&](uint32_t seed, int64_t sharers) {
+        uint16_t* data = static_cast<uint16_t*>(memory.take(elements / sharers * 2));
+        draw<<<1024, 256>>>(data, elements / sharers, seed);
+        const int64_t width = heads / sharers * kHeadDim;
         return TensorView{data, seqlen * width, width, kHeadDim};
     };
+    const auto of_queries = [&](uint32_t seed) { return tensor(seed, 1); };
+    const auto of_keys = [&](uint32_t seed) { return tensor(seed, sizes.group); };
     const auto statistics = [&] {
         const std::vector<float> values(batch * heads * seqlen, std::log(float(seqlen)) + 0.5f);
         void* data = memory.take(values.size() * sizeof(float));
@@ -93,17 +101,17 @@ void time_cell(int64_t tokens, int64_t width, int idle, int64_t seqlen, bool cau
     BackwardProblem problem{};
     ForwardProblem& forward = problem.forward;
     forward.dtype = DType::FLASH_DTYPE;
-    forward.batch = batch, forward.heads_q = forward.heads_k = heads;
+    forward.batch = batch, forward.heads_q = heads, forward.heads_k = heads / sizes.group;
     forward.head_dim = forward.head_dim_v = kHeadDim;
     forward.seqlen_q = forward.seqlen_k = forward.rows_q = forward.rows_k = seqlen;
-    forward.q = tensor(1), forward.k = tensor(2), forward.v = tensor(3), forward.out = tensor(4);
+    forward.q = of_queries(1), forward.k = of_keys(2), forward.v = of_keys(3), forward.out = of_queries(4);
     forward.lse = statistics();
     forward.softmax_scale = 1 / std::sqrt(double(kHeadDim));
     if (causal) forward.window_right = 0;
     forward.deterministic = deterministic;
     Launch launch{this_device(), nullptr, nullptr};
 #ifdef FLASH_BACKWARD
-    problem.dout = tensor(5), problem.dq = tensor(6), problem.dk = tensor(7), problem.dv = tensor(8);
+    problem.dout = of_queries(5), problem.dq = of_queries(6), problem.dk = of_keys(7), problem.dv = of_keys(8);
     problem.delta = statistics();
     const TensorView results[] = {problem.dq, problem.dk, problem.dv};
     launch.workspace = memory.take(FLASH_KERNEL_SYMBOL.workspace_bytes(problem, launch.device) + 1);
@@ -134,23 +142,27 @@ void time_cell(int64_t tokens, int64_t width, int idle, int64_t seqlen, bool cau
     std::sort(milliseconds.begin(), milliseconds.end());
     double* sum = static_cast<double*>(memory.take(sizeof(double)));
     cudaMemset(sum, 0, sizeof(double));
-    for (const TensorView& view : results)
-        add_up<<<1024, 256>>>(static_cast<const uint16_t*>(view.data), elements, sum);
+    int64_t written = 0;
+    for (const TensorView& view : results) {
+        const int64_t count = sizes.tokens * view.row_stride;
+        add_up<<<1024, 256>>>(static_cast<const uint16_t*>(view.data), count, sum);
+        written += count;
+    }
     double checksum;
     check(cudaMemcpy(&checksum, sum, sizeof checksum, cudaMemcpyDeviceToHost), "checksum");
     std::printf("%lld %d %.9g %.6g %.9g\n", static_cast<long long>(seqlen), causal,
-                milliseconds[kSamples / 2] / 1e3, flops, checksum / (elements * std::size(results)));
+                milliseconds[kSamples / 2] / 1e3, flops, checksum / written);
     std::fflush(stdout);
 }
 
 }  // namespace
 
 int main(int count, char** arguments) {
-    const int64_t tokens = std::atoll(arguments[1]), width = std::atoll(arguments[2]);
-    const int idle = std::atoi(arguments[3]);
-    for (int i = 4; i < count; ++i) {
+    const Sizes sizes{std::atoll(arguments[1]), std::atoll(arguments[2]), std::atoll(arguments[3])};
+    const int idle = std::atoi(arguments[4]);
+    for (int i = 5; i < count; ++i) {
         char* causal;
         const int64_t seqlen = std::strtoll(arguments[i], &causal, 10);
-        time_cell(tokens, width, idle, seqlen, causal[1] == '1', causal[1] && causal[2] == 'd');
+        time_cell(sizes, idle, seqlen, causal[1] == '1', causal[1] && causal[2] == 'd');
     }
 }

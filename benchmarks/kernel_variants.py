@@ -75,7 +75,7 @@ def compile_variant(folder, row, dtype, text, only_compile):
 def run(folder, options):
     """{(seqlen, causal): (TFLOP/s, checksum)}; empty if the program fails."""
     cells = [f"{seqlen}:{causal}" for seqlen in options.seqlens for causal in options.causal]
-    sizes = map(str, (options.tokens, options.width, options.idle_ms))
+    sizes = map(str, (options.tokens, options.width, options.group, options.idle_ms))
     done = subprocess.run([folder / "run", *sizes, *cells], text=True, stdout=subprocess.PIPE,
                           timeout=options.timeout)
     lines = [line.split() for line in done.stdout.splitlines()]
@@ -91,6 +91,7 @@ def main():
     parser.add_argument("--causal", type=int, nargs="+", choices=(0, 1), default=[0, 1])
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--width", type=int, default=2048, help="heads times head dim")
+    parser.add_argument("--group", type=int, default=1, help="query heads of a key head")
     parser.add_argument("--idle-ms", type=int, default=0,
                         help="before each sample: 100, as attention.py, for a burst's clock")
     parser.add_argument("--rounds", type=int, default=3)

@@ -39,9 +39,9 @@ class BackwardProducer {
 
     // The whole warp, which waits as a whole, too: a single lane would not sleep meanwhile, and disturb those
     // that multiply; and no lane has others go on before all have seen what they waited for, or they would
-    // miss it. Plans and the tiles that are masked, or all others and keys and values, so that few registers
-    // suffice for those. What a warp reads in shared memory or spills it waits for as long as products do; of
-    // tiles that are not masked it should read the barrier alone.
+    // miss it. Plans, what is to be known of tiles that are masked, and their copies if something may not be
+    // finite; or all other copies, so that few registers suffice for those. What a warp reads in shared memory
+    // or spills it waits for as long as products do; who copies should read the barrier alone.
     template <bool kMasked, class Zeros = NoDqZeros>
     __device__ void run(const Zeros& zeros = {}) {
         TileQueue::Reader queue(queue_);
@@ -74,8 +74,9 @@ class BackwardProducer {
                 const int first_row = int(plan.tile.sequence.first_query_row), group = plan.tile.group;
                 const int first_statistic = plan.first_statistic;
                 const bool first_lane = lane_index() == 0;
+                const bool all_finite = shared_.all_finite;
                 // A bias may hide what is not finite anywhere.
-                const bool partial = plan.partial || (c.biased && !shared_.all_finite);
+                const bool partial = plan.partial || (c.biased && !all_finite);
                 const uint32_t of_tile =
                     (kMasked ? QueryNote::masked : 0) | (tile % 2 ? QueryNote::odd_tile : 0);
 #pragma unroll 1
@@ -95,27 +96,31 @@ class BackwardProducer {
                         if constexpr (!kMasked) {
                             mbarrier_wait(shared_address(&shared_.empty[stage]), free);
                             __syncwarp();
+                            if (first_lane && (!masked || all_finite))
+                                copy(stage, true, first_row + first, first_statistic + first, head, batch);
                             if (masked && first_lane) mbarrier_arrive(shared_address(&shared_.masked[stage]));
-                        }
-                        if (masked == kMasked) {
-                            if constexpr (kMasked) {
-                                QueryNote& note = shared_.notes[stage];
-                                mbarrier_wait(shared_address(&shared_.masked[stage]), handed >> stage & 1);
-                                handed ^= 1 << stage;
-                                bad = may_be_bad(plan, first, head);
-                                if (first_lane) {
-                                    note.first = first;
-                                    const Interval seen = walk.seen(place);
-                                    note.seen = {plan.bounds.begin - first,
-                                                 plan.bounds.end - first,
-                                                 {seen.begin - first, seen.end - first}};
-                                    note.bits = bits_of(plan, place.run.partial, head);
-                                }
-                                if (bad) copy_finite(stage, first_row + first, head, batch);
-                                __syncwarp();
+                        } else if (masked) {
+                            QueryNote& note = shared_.notes[stage];
+                            const Interval run = walk.seen(place);  // before the wait: meanwhile it is read
+                            const QueryNote::Seen seen{plan.bounds.begin - first,
+                                                       plan.bounds.end - first,
+                                                       {run.begin - first, run.end - first}};
+                            const uint32_t* const bits = bits_of(plan, place.run.partial, head);
+                            mbarrier_wait(shared_address(&shared_.masked[stage]), handed >> stage & 1);
+                            handed ^= 1 << stage;
+                            if (first_lane) {
+                                note.first = first;
+                                note.seen = seen;
+                                note.bits = bits;
                             }
-                            if (first_lane)
-                                copy(stage, !bad, first_row + first, first_statistic + first, head, batch);
+                            if (!all_finite) {
+                                bad = may_be_bad(plan, first, head);
+                                if (bad) copy_finite(stage, first_row + first, head, batch);
+                                if (first_lane)
+                                    copy(stage, !bad, first_row + first, first_statistic + first, head,
+                                         batch);
+                            }
+                            __syncwarp();
                         }
                         if (!kMasked && !begun) load_keys(plan, tile);
                         walk.advance(place);
@@ -240,7 +245,6 @@ class BackwardProducer {
     }
     // A row of Q or dO that is not finite leaves its mark on lse or delta.
     __device__ __forceinline__ bool may_be_bad(const BackwardPlan& plan, Position first, int head) const {
-        if (shared_.all_finite) return false;
         const int64_t batch = plan.tile.batch;
         const int own = min(first + c.query_tile, plan.mask.seqlen_q);
         bool bad = false;
