@@ -40,7 +40,8 @@ class HopperForward:
     turns: bool = True  # warpgroups start their products one after the other
     transformed: bool = False  # for a softcap, ALiBi, or a scale that is not positive
     biased: bool = False  # for a bias, and those
-    diagonal_keys: int = 0  # under a diagonal it is for more of them: its tiles would be filled too badly
+    # Under a diagonal or a map of blocks it is for more of them: its tiles would be filled too badly.
+    diagonal_keys: int = 0
 
     @property
     def query_tile(self):

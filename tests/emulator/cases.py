@@ -431,14 +431,17 @@ def test_backward_of_many_heads_and_ragged_tiles(seqlens, head_dim):
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("features", ["plain", "causal", "window", "packed"])
+@pytest.mark.parametrize("features", ["plain", "causal", "window", "packed", "packed, causal"])
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 def test_backward_of_many_tiles_of_keys(head_dim, features, deterministic):
-    """Each block takes several of them; where it can, all of a head."""
-    given = case(HALF, head_dim, 260, 300, **{**FEATURES[features], "num_heads": 12, "num_heads_k": 12})
-    if features == "packed":
+    """Each block takes several of them; where it can, all of a head. Packed ones of the last heads are sorted."""
+    packs = features.startswith("packed")
+    given = case(HALF, head_dim, 260, 300, **{**FEATURES["packed" if packs else features], "num_heads": 12,
+                                              "num_heads_k": 12})
+    if packs:
         ends = (0, 70, 70, 203, 203, 470)
-        given = dataclasses.replace(given, cu_seqlens_q=ends, cu_seqlens_k=(0, 0, 130, 290, 300, 560))
+        given = dataclasses.replace(given, cu_seqlens_q=ends, cu_seqlens_k=(0, 0, 130, 290, 300, 560),
+                                    causal="causal" in features)
     given.check(actual=given.run(deterministic=deterministic))
 
 

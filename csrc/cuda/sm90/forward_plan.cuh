@@ -23,7 +23,7 @@ struct ForwardConfiguration {
     bool turns;          // warpgroups start their products one after the other
     bool transformed;    // scores have a softcap, ALiBi, or a scale that is not positive
     bool biased;         // or a bias, and perhaps those
-    int diagonal_keys;   // under a diagonal it is for more of them
+    int diagonal_keys;   // under a diagonal or a map it is for more of them
 
     constexpr int columns() const { return in_whole_panels(head_dim); }
     constexpr int queries() const { return 64 * warpgroups; }
