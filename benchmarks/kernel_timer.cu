@@ -2,9 +2,9 @@
 //
 //     kernel_timer tokens width group idle seqlen:causal ...
 //
-// idles so many milliseconds before each sample (a burst; 0: sustained, and samples are shorter), and prints a
-// line for each cell: seqlen, causal, seconds (median), FLOPs and a checksum of what was written. group: query
-// heads of a key head. causal is 0 or 1, with a d behind it for the deterministic backward.
+// idles so many milliseconds before each sample (a burst; 0: sustained, and samples are shorter), and prints
+// a line for each cell: seqlen, causal, seconds (median), FLOPs and a checksum of what was written. group:
+// query heads of a key head. causal is 0 or 1, with a d behind it for the deterministic backward.
 #include FLASH_SOURCE
 
 #include <algorithm>
@@ -111,7 +111,8 @@ void time_cell(const Sizes& sizes, int idle, int64_t seqlen, bool causal, bool d
     forward.deterministic = deterministic;
     Launch launch{this_device(), nullptr, nullptr};
 #ifdef FLASH_BACKWARD
-    problem.dout = of_queries(5), problem.dq = of_queries(6), problem.dk = of_keys(7), problem.dv = of_keys(8);
+    problem.dout = of_queries(5), problem.dq = of_queries(6);
+    problem.dk = of_keys(7), problem.dv = of_keys(8);
     problem.delta = statistics();
     const TensorView results[] = {problem.dq, problem.dk, problem.dv};
     launch.workspace = memory.take(FLASH_KERNEL_SYMBOL.workspace_bytes(problem, launch.device) + 1);

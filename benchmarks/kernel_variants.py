@@ -56,9 +56,9 @@ def compile_variant(folder, row, dtype, text, only_compile):
         header += "#define FLASH_BACKWARD\n"
     (folder / "row.h").write_text(header)
     shutil.copy(ROOT / "benchmarks" / "kernel_timer.cu", folder)
-    helpers = ["backward_prepare.cu", "sort_tiles.cu"] if row.which == "backward" else ["combine.cu"]
+    helper = "backward_prepare.cu" if row.which == "backward" else "combine.cu"
     output = ["-cubin", "-o", folder / "run.cubin"] if only_compile else [
-        *(source / "cuda" / "any" / helper for helper in helpers), "-o", folder / "run"]
+        source / "cuda" / "any" / helper, "-o", folder / "run"]
     command = [toolkit.Toolkit.find().nvcc, "-std=c++20", "-O3", "--expt-relaxed-constexpr", "-Xptxas", "-v",
                *(toolkit.only(row.capability) if row.capability else toolkit.Architecture(90).flags()),
                *(word for word in words if word.startswith("-")), "-include", folder / "row.h",

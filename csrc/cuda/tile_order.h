@@ -20,7 +20,7 @@ class TileOrder {
           blocks_(tiles * section_.divisor) {}
 
     uint32_t section() const { return section_.divisor; }
-    FLASH_HOST_DEVICE uint32_t last_section() const { return rest_.divisor; }
+    uint32_t last_section() const { return rest_.divisor; }
 
     struct Place {
         uint32_t tile, head;

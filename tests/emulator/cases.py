@@ -434,7 +434,7 @@ def test_backward_of_many_heads_and_ragged_tiles(seqlens, head_dim):
 @pytest.mark.parametrize("features", ["plain", "causal", "window", "packed", "packed, causal"])
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 def test_backward_of_many_tiles_of_keys(head_dim, features, deterministic):
-    """Each block takes several of them; where it can, all of a head. Packed ones of the last heads are sorted."""
+    """Each block takes several of them; where it can, all of a head."""
     packs = features.startswith("packed")
     given = case(HALF, head_dim, 260, 300, **{**FEATURES["packed" if packs else features], "num_heads": 12,
                                               "num_heads_k": 12})

@@ -187,11 +187,6 @@ inline float __fdividef(float a, float b) {
 inline void atomicOr(uint32_t* address, uint32_t x) {
     *address |= x;
 }
-inline uint32_t atomicAdd(uint32_t* address, uint32_t x) {
-    const uint32_t before = *address;
-    *address += x;
-    return before;
-}
 template <class T>
 T __ldcg(const T* address) {
     return *address;
@@ -261,9 +256,4 @@ T __shfl_sync(unsigned, T mine, int from) {
 template <class T>
 T __shfl_xor_sync(unsigned mask, T mine, int step) {
     return __shfl_sync(mask, mine, int(threadIdx.x) % emulator::kLanes ^ step);
-}
-template <class T>
-T __shfl_up_sync(unsigned mask, T mine, int step) {
-    const int lane = int(threadIdx.x) % emulator::kLanes;
-    return __shfl_sync(mask, mine, lane < step ? lane : lane - step);
 }

@@ -118,7 +118,6 @@ __global__ void __launch_bounds__(kThreads) attention_delta(const __grid_constan
         if (threadIdx.x % kLanes == 0) of_rows[threadIdx.x / kLanes + i * Block<kLanes>::groups] = sums[i];
     }
     __syncthreads();
-    if (blockIdx.x == gridDim.x - 1) await_grid_before();
     if (!finishes) return;
     const bool seen = lse != -INFINITY;
     const float dlse = problem.dlse.data ? *statistics_of<const float>(problem.dlse, batch, row, head) : 0;

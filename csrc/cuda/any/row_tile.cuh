@@ -58,29 +58,9 @@ class RowTiling {
     FLASH_HOST_DEVICE uint32_t tiles() const { return tiles_; }  // of a head
     int64_t heads() const { return all_heads_; }                 // of all batch entries
     int64_t section() const { return order_.section(); }         // heads that go together
-    FLASH_HOST_DEVICE int64_t last_section() const { return order_.last_section(); }
+    int64_t last_section() const { return order_.last_section(); }
 
     FLASH_HOST_DEVICE TileOrder::Place place(uint32_t index) const { return order_(index); }
-
-    // Packed sequences' tiles come sequence by sequence. Those of the last section's heads come by length
-    // instead, or the device would idle until one that is as long as any and begins late is done.
-    // slots: of sorted_bytes(), for sort_tiles().
-    void sort_last(void* slots) { sorted_ = packed_.cu_seqlens ? static_cast<uint32_t*>(slots) : nullptr; }
-    int64_t sorted_bytes() const { return packed_.cu_seqlens ? tiles_ * int64_t(sizeof(uint32_t)) : 0; }
-    FLASH_HOST_DEVICE uint32_t* sorted() const { return sorted_; }
-
-    // How many positions of the other axis the rows of a packed tile visit, and the most that it can be.
-    __device__ __forceinline__ Position length_of(uint32_t slot, const ForwardProblem& problem) const {
-        const RowTile tile = of_slot(slot, 0, problem);
-        if (tile.unowned || tile.rows.empty()) return 0;
-        const Mask mask(problem, tile.sequence);
-        const auto seen = [&](Position row) { return queries_ ? mask.keys_of(row) : mask.queries_of(row); };
-        const Interval all(seen(tile.rows.begin).begin, seen(tile.rows.end - 1).end);
-        return all.empty() ? 0 : all.end - all.begin;
-    }
-    __device__ __forceinline__ int64_t longest(const ForwardProblem& problem) const {
-        return at_least_1(queries_ ? problem.seqlen_k : problem.seqlen_q);
-    }
 
     // The first tile of a batch entry, in place()'s count.
     __device__ __forceinline__ uint32_t first_tile(int64_t batch) const {
@@ -95,15 +75,8 @@ class RowTiling {
     // descending: a head's last tile first, which under a causal mask is the longest one of queries.
     __device__ __forceinline__ RowTile operator()(const TileOrder::Place& place,
                                                   const ForwardProblem& problem, bool descending) const {
-        const uint32_t slot = descending ? tiles_ - 1 - place.tile : place.tile;
-        const bool by_length = sorted_ && place.head >= all_heads_ - last_section();
-        return of_slot(by_length ? sorted_[slot] : slot, place.head, problem);
-    }
-
-  private:
-    __device__ __forceinline__ RowTile of_slot(uint32_t slot, uint32_t head_of_all,
-                                               const ForwardProblem& problem) const {
-        const uint32_t of_batch = heads_.quotient(head_of_all), head = heads_.remainder(head_of_all);
+        uint32_t slot = descending ? tiles_ - 1 - place.tile : place.tile;
+        const uint32_t of_batch = heads_.quotient(place.head), head = heads_.remainder(place.head);
         RowTile tile;
         tile.head = head;
         tile.group = int(group_.divisor);
@@ -123,6 +96,7 @@ class RowTiling {
         return tile;
     }
 
+  private:
     struct Axis {
         int64_t rows, heads;
         const int32_t* cu_seqlens;
@@ -165,7 +139,7 @@ class RowTiling {
           group_(uint32_t(group_of(problem))),
           count_((axis.cu_seqlens ? packed_.slots() : cuts_.count()) * all_heads_) {}
 
-    FLASH_HOST_DEVICE static int64_t at_least_1(int64_t count) { return count > 1 ? count : 1; }
+    static int64_t at_least_1(int64_t count) { return count > 1 ? count : 1; }
 
     // Of a query and its output's gradient, of a key and its value.
     static int64_t row_bytes(const ForwardProblem& problem) {
@@ -184,7 +158,6 @@ class RowTiling {
     TileOrder order_;
     Division heads_, group_;
     int64_t count_;
-    uint32_t* sorted_ = nullptr;
 };
 
 }  // namespace flash::cuda

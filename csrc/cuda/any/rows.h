@@ -6,17 +6,11 @@
 
 namespace flash::cuda {
 
-class RowTiling;
-
-// Packed sequences' tiles by how much they visit, the longest first, to where tiling.sort_last() said.
-void sort_tiles(const ForwardProblem& problem, const RowTiling& tiling, const Launch& launch);
-
 // problem.delta = rowsum(dO * O) - dlse (docs/algorithm.md), 0 for rows that saw no key.
 void compute_delta(const BackwardProblem& problem, const Launch& launch);
 // That, and lse in log 2, infinite for rows that saw no key, so that every probability of theirs is 0; both
 // by aligned rows, whose Q are whole vectors of 16 bytes. delta is NaN where a softcap would hide that a row
-// of Q is not finite. not_finite becomes 1 if lse or delta is not, and stays what it was else. The kernel needs
-// nothing of the grid before, with which it may overlap, but ends after it.
+// of Q is not finite. not_finite becomes 1 if lse or delta is not, and stays what it was else.
 struct AlignedStatistics {
     RowStatistics lse_log2, delta;
     AlignedRows rows;

@@ -129,7 +129,6 @@ struct Walk {
     int64_t blocks(const Device& device) const {
         return std::min<int64_t>(whole_units() ? keys.heads() : keys.count(), device.multiprocessors);
     }
-    int64_t sorted_bytes() const { return in_walk() ? 0 : padded(keys.sorted_bytes()); }
     int64_t turns_bytes() const {
         const int64_t tiles = keys.heads() * dq_sums.unit_tiles().divisor;
         return has_turns() ? padded(tiles * kConfiguration.warpgroups * int64_t(sizeof(uint32_t))) : 0;
@@ -166,22 +165,20 @@ struct Walk {
     }
 };
 
-// The queue's counter, tiles by length, statistics; from where their zeros begin on: turns; how far zeros of
-// dQ's sums are; those.
+// The queue's counter, statistics; from where their zeros begin on: turns; how far zeros of dQ's sums are;
+// those.
 int64_t workspace_bytes(const BackwardProblem& problem, const Device& device) {
     const Walk walk(problem.forward, device);
-    return padded(TileQueue::workspace_bytes) + walk.sorted_bytes() +
-           StatisticsSpace(problem.forward).bytes() + walk.turns_bytes() + padded(walk.dq_zeros.bytes()) + walk.dq_sums.bytes();
+    return padded(TileQueue::workspace_bytes) + StatisticsSpace(problem.forward).bytes() +
+           walk.turns_bytes() + padded(walk.dq_zeros.bytes()) + walk.dq_sums.bytes();
 }
 
 void launch(const BackwardProblem& problem, const Launch& launch) {
     const ForwardProblem& forward = problem.forward;
-    Walk walk(forward, launch.device);
-    char* const sorted = static_cast<char*>(launch.workspace) + padded(TileQueue::workspace_bytes);
-    if (!walk.in_walk()) walk.keys.sort_last(sorted);
-    char* const workspace = sorted + walk.sorted_bytes();
+    char* const workspace = static_cast<char*>(launch.workspace) + padded(TileQueue::workspace_bytes);
     const StatisticsSpace space(forward);
     const AlignedStatistics statistics = space.at(workspace);
+    Walk walk(forward, launch.device);
     char* const turns = workspace + space.bytes();
     char* const zeros_counters = turns + walk.turns_bytes();
     char* const sums = zeros_counters + padded(walk.dq_zeros.bytes());
@@ -194,7 +191,7 @@ void launch(const BackwardProblem& problem, const Launch& launch) {
         const int64_t rows = (forward.cu_seqlens_q ? 1 : forward.batch) * forward.rows_q;
         set_zero(problem.dq.data, rows * forward.heads_q * forward.head_dim * 2, FLASH_KERNEL_NAME, launch);
     }
-    prepare(problem, statistics, walk.keys, launch);
+    compute_delta(problem, statistics, launch);
     constexpr int query_tile = kConfiguration.query_tile, key_tile = kConfiguration.key_tile;
     // By a counter, since blocks in step would add to the same sums at the same time; strictly, since blocks
     // wait for those that take tiles before them.

@@ -52,13 +52,6 @@ class StatisticsSpace {
     int64_t heads_, batches_;
 };
 
-// What the walk over keys needs: statistics, and tiles by length if there are any to be sorted.
-inline void prepare(const BackwardProblem& problem, const AlignedStatistics& statistics,
-                    const RowTiling& keys, const Launch& launch) {
-    if (keys.sorted()) sort_tiles(problem.forward, keys, launch);
-    compute_delta(problem, statistics, keys.sorted() ? launch.overlapping() : launch);
-}
-
 inline BackwardMaps maps_of(const BackwardProblem& problem, const AlignedStatistics& statistics, DType dtype,
                             int query_tile, int key_tile, bool biased) {
     const ForwardProblem& forward = problem.forward;

@@ -40,8 +40,8 @@ class BackwardProducer {
     // The whole warp, which waits as a whole, too: a single lane would not sleep meanwhile, and disturb those
     // that multiply; and no lane has others go on before all have seen what they waited for, or they would
     // miss it. Plans, what is to be known of tiles that are masked, and their copies if something may not be
-    // finite; or all other copies, so that few registers suffice for those. What a warp reads in shared memory
-    // or spills it waits for as long as products do; who copies should read the barrier alone.
+    // finite; or all other copies, so that few registers suffice for those. What a warp reads in shared
+    // memory or spills it waits for as long as products do; who copies should read the barrier alone.
     template <bool kMasked, class Zeros = NoDqZeros>
     __device__ void run(const Zeros& zeros = {}) {
         TileQueue::Reader queue(queue_);

@@ -95,15 +95,9 @@ const char* why_not(const BackwardProblem& whole, const Device& device) {
     return switched_off();
 }
 
-RowTiling key_tiling(const ForwardProblem& problem, const Device& device) {
-    return RowTiling::of_keys(problem, kConfiguration.key_tile, device.l2_bytes / 3, device.multiprocessors);
-}
-
-// Two queues' counters, tiles of keys by length, statistics.
-int64_t workspace_bytes(const BackwardProblem& problem, const Device& device) {
-    return 2 * padded(TileQueue::workspace_bytes) +
-           padded(key_tiling(problem.forward, device).sorted_bytes()) +
-           StatisticsSpace(problem.forward).bytes();
+// Two queues' counters, statistics.
+int64_t workspace_bytes(const BackwardProblem& problem, const Device&) {
+    return 2 * padded(TileQueue::workspace_bytes) + StatisticsSpace(problem.forward).bytes();
 }
 
 template <class... Arguments>
@@ -116,18 +110,17 @@ void launch_walk(void (*kernel)(Arguments...), const RowTiling& tiling, int64_t 
 void launch(const BackwardProblem& problem, const Launch& launch) {
     const ForwardProblem& forward = problem.forward;
     char* const counters = static_cast<char*>(launch.workspace);
-    char* const sorted = counters + 2 * padded(TileQueue::workspace_bytes);
-    RowTiling keys = key_tiling(forward, launch.device);
-    keys.sort_last(sorted);
-    char* const workspace = sorted + padded(keys.sorted_bytes());
+    char* const workspace = counters + 2 * padded(TileQueue::workspace_bytes);
     const StatisticsSpace space(forward);
     const AlignedStatistics statistics = space.at(workspace);
     set_zero(workspace + space.zeros(), space.bytes() - space.zeros(), FLASH_KERNEL_NAME, launch);
-    prepare(problem, statistics, keys, launch);
+    compute_delta(problem, statistics, launch);
     const float unit = score_unit(forward, kConfiguration.transformed);
     constexpr int query_tile = kConfiguration.query_tile, key_tile = kConfiguration.key_tile;
     const BackwardMaps maps = maps_of(problem, statistics, kDType, query_tile, key_tile, false);
 
+    const RowTiling keys = RowTiling::of_keys(forward, key_tile, launch.device.l2_bytes / 3,
+                                             launch.device.multiprocessors);
     const DqSums no_sums = DqSums::of_places(RowTiling::of_queries(forward, query_tile, 0), 1, 1, 0, 1);
     launch_walk(attention_key_gradients, keys, sizeof(Shared), launch.overlapping(), problem, maps,
                 statistics, TileQueue(keys, keys.count(), 0, counter_at(counters, launch)), no_sums, unit);
