@@ -177,6 +177,17 @@ def test_small_blocks_get_small_tiles(which):
     assert tiles[sparse] == 64 < tiles[dense] == 128
 
 
+@pytest.mark.skipif(not KERNELS or not runs_on(90), reason="this build is not for 9.0")
+def test_hoppers_small_tiles_are_for_few_keys_under_a_diagonal_or_a_map():
+    def key_tile(seqlen, **given):
+        name = _C.plan(sizes(seqlen, seqlen, **given), chip(90))["forward"]["configuration"]
+        return next(row["key_tile"] for row in rows_of("forward", "bfloat16", "sm90") if row["name"] == name)
+
+    assert (key_tile(767), key_tile(768)) == (64, 128)
+    for given in ({"window_right": 0}, {"block_size": (128, 128)}):
+        assert (key_tile(1280, **given), key_tile(1281, **given)) == (64, 128)
+
+
 @pytest.mark.parametrize("capability", CHIPS)
 def test_no_more_padding_than_needed(capability):
     """Rows stand in an order in which the first that fits wastes the least of a tile."""
