@@ -53,7 +53,9 @@ __global__ void __launch_bounds__(kConfiguration.threads(), 1)
 const char* why_not(const ForwardProblem& problem, const Device& device) {
     if (const char* lack = lacks(problem, kConfiguration.transformed, kConfiguration.biased)) return lack;
     const BlockLists& lists = problem.key_blocks;
-    if ((problem.window_right >= 0 || lists.counts) && problem.seqlen_k <= kConfiguration.diagonal_keys)
+    // The row for fewer keys has tiles of 64 or 128.
+    const bool leaves = lists.counts ? lists.column_block % 128 == 0 : problem.window_right >= 0;
+    if (leaves && problem.seqlen_k <= kConfiguration.diagonal_keys)
         return "under a diagonal or a map of blocks it is for more keys";
     // A warpgroup's queries lie in one block, a block of keys is whole tiles.
     if (lists.counts && (lists.column_block % kConfiguration.key_tile != 0 || lists.row_block % 64 != 0))
