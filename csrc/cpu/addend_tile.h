@@ -1,12 +1,47 @@
-// What is added to a tile of scores: the bias, and -inf where a score does not exist.
+// What is added to a tile of scores: the bias, and -inf where a score does not exist; and which of its scores
+// need not be computed.
 #pragma once
 
+#include <algorithm>
+#include <array>
 #include <limits>
 
 #include "../attention/score_matrix.h"
 #include "element.h"
+#include "score_walk.h"
 
 namespace flash::cpu::FLASH_CPU_ISA {
+
+// Takes from a panel's span the keys at both ends that bits hide from all its queries, in whole steps: blocks,
+// by which a mask is listed, are coarse, and under a diagonal half of each is hidden. Returns whether bits
+// hide scores of what is left.
+template <int64_t kStep>
+bool keep_shown(PanelSpan& span, Interval tile, const ForwardProblem& problem, int64_t batch, int64_t head,
+                Interval queries) {
+    std::array<bool, kKeyTile> some, all;  // of the queries see a key of the span
+    const Position first_key = tile.begin + Position(span.offset);
+    for (Position i = 0; i < span.count;) {
+        const Position word = (first_key + i) / 32;
+        uint32_t in_some = 0, in_all = ~uint32_t(0);
+        for (Position query = queries.begin; query < queries.end; ++query) {
+            const uint32_t shown = row_of<const uint32_t>(problem.visible, batch, head, query)[word];
+            in_some |= shown;
+            in_all &= shown;
+        }
+        for (; i < span.count && (first_key + i) / 32 == word; ++i) {
+            some[size_t(i)] = in_some >> (first_key + i) % 32 & 1;
+            all[size_t(i)] = in_all >> (first_key + i) % 32 & 1;
+        }
+    }
+    int64_t first = 0, end = span.count;
+    while (first < end && !some[size_t(first)]) ++first;
+    while (end > first && !some[size_t(end - 1)]) --end;
+    first = first / kStep * kStep;
+    end = std::min((end + kStep - 1) / kStep * kStep, span.count);
+    span.offset += first;
+    span.count = end - first;
+    return std::find(all.begin() + first, all.begin() + end, false) != all.begin() + end;
+}
 
 // tile[(query - queries.begin) * query_stride + (key - keys.begin) * key_stride]; one of the strides is 1,
 // and where it is the queries' they are no more than a panel's.

@@ -61,9 +61,8 @@ class ForwardTask {
         KeyTiles tiles(mask.keys_of(queries.begin), mask.keys_of(queries.end - 1), problem_.key_blocks, batch,
                        head, queries.begin);
         for (typename KeyTiles::Tile tile; tiles.next(tile);) {
-            has_addends_ = problem_.bias.data || tile.partial;
-            load_keys(tile.positions, tile.masked || has_addends_);
-            for (int64_t panel = 0; panel < panels; ++panel) attend(panel, tile.positions, transform);
+            load_keys(tile.positions, tile.masked || tile.partial || problem_.bias.data);
+            for (int64_t panel = 0; panel < panels; ++panel) attend(panel, tile, transform);
         }
         for (int64_t panel = 0; panel < panels; ++panel) finish(panel);
     }
@@ -89,10 +88,14 @@ class ForwardTask {
         values_.load(row_of<Element>(problem_.v, entry, row, head), problem_.v.row_stride, count, masked);
     }
 
-    void attend(int64_t index, Interval tile, const ScoreTransform<Math>& transform) {
+    void attend(int64_t index, const typename KeyTiles::Tile& tile, const ScoreTransform<Math>& transform) {
         const Panel<Real>& panel = panels_[index];
-        PanelSpan span = panel.template span<kStep>(tile);
-        const int64_t first_key = tile.begin + span.offset;
+        PanelSpan span = panel.template span<kStep>(tile.positions);
+        has_addends_ = problem_.bias.data;
+        if (tile.partial && problem_.visible.data && span.count > 0)
+            has_addends_ |=
+                keep_shown<kStep>(span, tile.positions, problem_, batch_, head_, panel.positions());
+        const int64_t first_key = tile.positions.begin + span.offset;
         if (span.count <= 0) return;
         span.masked |= has_addends_;
         if (has_addends_)
@@ -193,7 +196,7 @@ class ForwardTask {
     const ForwardProblem& problem_;
     const int64_t depth_;          // operands along D
     const int64_t value_rows_;     // Dv in whole vectors
-    bool has_addends_ = false;     // the tile, or hidden scores
+    bool has_addends_ = false;     // the panel's part of the tile, or hidden scores
     StackedTile<Operand> values_;  // [kKeyTile][Dv]
     int64_t batch_, head_;
     Sequence sequence_;
