@@ -12,9 +12,9 @@
 
 namespace flash::cpu::FLASH_CPU_ISA {
 
-// Takes from a panel's span the keys at both ends that bits hide from all its queries, in whole steps: blocks,
-// by which a mask is listed, are coarse, and under a diagonal half of each is hidden. Returns whether bits
-// hide scores of what is left.
+// Takes from a panel's span the keys at both ends that bits hide from all its queries, in whole steps:
+// blocks, by which a mask is listed, are coarse, and under a diagonal half of each is hidden. Returns whether
+// bits hide scores of what is left.
 template <int64_t kStep>
 bool keep_shown(PanelSpan& span, Interval tile, const ForwardProblem& problem, int64_t batch, int64_t head,
                 Interval queries) {
