@@ -450,7 +450,7 @@ def test_backward_of_many_tiles_of_keys(head_dim, features, deterministic):
 @pytest.mark.parametrize("head_dim,seqlen_k", [(64, 300), (64, 2100), (96, 1400), (128, 300), (128, 1100),
                                                (192, 300), (256, 300)])
 def test_backward_of_grouped_heads(head_dim, seqlen_k, features, deterministic):
-    """A group's heads at each tile of queries; many keys are walked by length under a diagonal, too."""
+    """A block visits all heads of a group; many keys are walked by length under a diagonal, too."""
     given = case(HALF, head_dim, 200, seqlen_k, **{**FEATURES[features], "num_heads": 6})
     if features == "packed":
         given = dataclasses.replace(given, cu_seqlens_k=(0, 10, 60, seqlen_k))
