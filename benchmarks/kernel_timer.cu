@@ -4,7 +4,8 @@
 //
 // idles so many milliseconds before each sample (a burst; 0: sustained, and samples are shorter), and prints
 // a line for each cell: seqlen, causal, seconds (median), FLOPs and a checksum of what was written. group:
-// query heads of a key head. causal is 0 or 1, with a d behind it for the deterministic backward.
+// query heads of a key head. causal is 0 or 1, with a d behind it for the deterministic backward, or a b for
+// a mask whose bits say so.
 #include FLASH_SOURCE
 
 #include <algorithm>
@@ -76,11 +77,42 @@ Device this_device() {
             int64_t(properties.sharedMemPerBlockOptin), properties.l2CacheSize};
 }
 
+template <class T>
+T* copy_of(Memory& memory, const std::vector<T>& values) {
+    void* const data = memory.take(values.size() * sizeof(T));
+    check(cudaMemcpy(data, values.data(), values.size() * sizeof(T), cudaMemcpyHostToDevice), "cudaMemcpy");
+    return static_cast<T*>(data);
+}
+
+// What AttentionMask has of a causal mask of as many queries as keys, a multiple of its blocks.
+void see_by_bits(ForwardProblem& problem, Memory& memory) {
+    const int64_t keys = problem.seqlen_k, words = mask_words(keys), blocks = mask_blocks(keys);
+    std::vector<uint32_t> bits(keys * words);
+    for (int64_t i = 0; i < keys; ++i)
+        for (int64_t j = 0; j <= i; ++j) bits[i * words + j / 32] |= 1u << j % 32;
+    problem.visible = {copy_of(memory, bits), 0, 0, words};
+    const auto lists = [&](bool of_queries) {
+        constexpr int some = int(Quarter::partly_seen), none = int(Quarter::hidden);
+        const int32_t diagonal = some | some << 6 | none << (of_queries ? 2 : 4);
+        std::vector<int32_t> counts, indices(blocks * blocks);
+        for (int64_t i = 0; i < blocks; ++i) {
+            const int64_t first = of_queries ? 0 : i, end = of_queries ? i + 1 : blocks;
+            for (int64_t j = first; j < end; ++j)
+                indices[i * blocks + j - first] = int32_t(j) | (i == j ? diagonal << kBlockBits : 0);
+            counts.push_back(int32_t(end - first));
+        }
+        return BlockLists{
+            copy_of(memory, counts), copy_of(memory, indices), 0, 0, blocks, kMaskBlock, kMaskBlock};
+    };
+    problem.key_blocks = lists(true);
+    problem.query_blocks = lists(false);
+}
+
 struct Sizes {
     int64_t tokens, width, group;
 };
 
-void time_cell(const Sizes& sizes, int idle, int64_t seqlen, bool causal, bool deterministic) {
+void time_cell(const Sizes& sizes, int idle, int64_t seqlen, bool causal, char how) {
     Memory memory;
     const int64_t batch = sizes.tokens / seqlen, heads = sizes.width / kHeadDim;
     const int64_t elements = sizes.tokens * sizes.width;  // of q
@@ -94,9 +126,7 @@ void time_cell(const Sizes& sizes, int idle, int64_t seqlen, bool causal, bool d
     const auto of_keys = [&](uint32_t seed) { return tensor(seed, sizes.group); };
     const auto statistics = [&] {
         const std::vector<float> values(batch * heads * seqlen, std::log(float(seqlen)) + 0.5f);
-        void* data = memory.take(values.size() * sizeof(float));
-        check(cudaMemcpy(data, values.data(), values.size() * sizeof(float), cudaMemcpyHostToDevice), "lse");
-        return RowStatistics{data, heads * seqlen, seqlen};
+        return RowStatistics{copy_of(memory, values), heads * seqlen, seqlen};
     };
     BackwardProblem problem{};
     ForwardProblem& forward = problem.forward;
@@ -107,8 +137,11 @@ void time_cell(const Sizes& sizes, int idle, int64_t seqlen, bool causal, bool d
     forward.q = of_queries(1), forward.k = of_keys(2), forward.v = of_keys(3), forward.out = of_queries(4);
     forward.lse = statistics();
     forward.softmax_scale = 1 / std::sqrt(double(kHeadDim));
-    if (causal) forward.window_right = 0;
-    forward.deterministic = deterministic;
+    if (how == 'b')
+        see_by_bits(forward, memory);
+    else if (causal)
+        forward.window_right = 0;
+    forward.deterministic = how == 'd';
     Launch launch{this_device(), nullptr, nullptr};
 #ifdef FLASH_BACKWARD
     problem.dout = of_queries(5), problem.dq = of_queries(6);
@@ -164,6 +197,6 @@ int main(int count, char** arguments) {
     for (int i = 5; i < count; ++i) {
         char* causal;
         const int64_t seqlen = std::strtoll(arguments[i], &causal, 10);
-        time_cell(sizes, idle, seqlen, causal[1] == '1', causal[1] && causal[2] == 'd');
+        time_cell(sizes, idle, seqlen, causal[1] == '1', causal[1] ? causal[2] : 0);
     }
 }

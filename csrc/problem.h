@@ -95,12 +95,12 @@ struct ForwardProblem {
     int64_t splits = 0;  // blocks of a GPU that share the keys of a query tile; 0: as many as fill it
 };
 
-// A bool mask to be packed into ForwardProblem::visible, and its blocks to be classified.
+// A bool mask to be packed into ForwardProblem::visible, and its blocks' quarters to be classified.
 struct MaskPacking {
     const bool* mask;  // [matrices, rows, columns]
     int64_t matrices, rows, columns;
     uint32_t* bits;  // [matrices, rows, mask_words(columns)]
-    bool* some;      // [matrices, blocks of rows, blocks of columns]: a score exists; false on entry
+    bool* some;      // [matrices, 2 * blocks of rows, 2 * blocks of columns]: a score exists; false on entry
     bool* holes;     // the same: one is hidden
 };
 

@@ -38,8 +38,11 @@ class AttentionMask:
             )
         mask = four_dimensions("attn_mask", mask, seqlen_q, seqlen_k)
         bits, *maps = operators.pack_mask(mask)
-        some, holes = (blocks.expand(-1, -1, -(-seqlen_q // operators.MASK_BLOCK), -1) for blocks in maps)
-        blocks = BlockSparseMask.from_block_map(some, operators.MASK_BLOCK, partial=holes)
+        if mask.shape[2] == 1:  # a row for all
+            rows = 2 * -(-seqlen_q // operators.MASK_BLOCK)
+            maps = [quarters[:, :, :1].expand(-1, -1, rows, -1) for quarters in maps]
+        some, holes = maps
+        blocks = BlockSparseMask.from_quarters(some, holes, operators.MASK_BLOCK)
         return cls(bits, blocks, seqlen_q, seqlen_k)
 
 

@@ -19,7 +19,8 @@ class BlockSparseMask:
             last blocks may reach past the end.
         key_block_counts: int32 [1 or B, 1 or H, Mq], how many blocks of keys each block of queries visits.
         key_block_indices: int32 [1 or B, 1 or H, Mq, Nk], which ones, ascending; undefined past the count.
-            2^30 is added to a partial block, of which an AttentionMask's bits hide some elements.
+            From bit 23 on, two bits for each quarter of the block, row by row: 1 where an AttentionMask's
+            bits hide some of its elements, 2 where they hide all.
         query_block_counts, query_block_indices: the transpose, for the backward.
     """
 
@@ -30,7 +31,7 @@ class BlockSparseMask:
     query_block_indices: torch.Tensor
 
     @classmethod
-    def from_block_map(cls, block_map, block_size, partial=None):
+    def from_block_map(cls, block_map, block_size):
         """Mask from a map of blocks.
 
         Args:
@@ -38,7 +39,6 @@ class BlockSparseMask:
                 block_size[1]); True where queries of the block attend to keys of the block. On the device of
                 the attention's tensors.
             block_size: positive int, or (queries, keys).
-            partial: bool like block_map; for AttentionMask.
 
         Raises:
             ValueError: block_map is not a 4-dimensional bool tensor, or a block size is not positive.
@@ -54,18 +54,25 @@ class BlockSparseMask:
             raise ValueError(
                 f"flash_attn: block_map is {got}; it must be a bool tensor [1 or B, 1 or H, Mq, Nk]"
             )
-        transposed = None if partial is None else partial.transpose(-1, -2)
-        return cls(
-            tuple(sizes), *_compressed(block_map, partial),
-            *_compressed(block_map.transpose(-1, -2), transposed),
-        )
+        return cls(tuple(sizes), *_compressed(block_map), *_compressed(block_map.transpose(-1, -2)))
+
+    @classmethod
+    def from_quarters(cls, some, holes, block_size):
+        """Mask of an AttentionMask's blocks: of each quarter, bool [1 or B, 1 or H, 2 Mq, 2 Nk], whether some
+        of its elements are visible, and whether some are hidden."""
+        hidden = holes * (2 - some.int())
+        lists = []
+        shifts = torch.arange(_BLOCK_BITS, _BLOCK_BITS + 8, 2, dtype=torch.int32, device=hidden.device)
+        for some, hidden in ((some, hidden), (some.transpose(-1, -2), hidden.transpose(-1, -2))):
+            lists += _compressed(_by_block(some).any(-1), (_by_block(hidden) << shifts).sum(-1))
+        return cls((block_size, block_size), *lists)
 
     @property
     def block_map(self):
         """bool [1 or B, 1 or H, Mq, Nk]: the map that the mask was made from."""
         listed = torch.arange(self.key_block_indices.shape[-1], device=self.key_block_counts.device)
         listed = listed < self.key_block_counts.unsqueeze(-1)
-        return torch.zeros_like(listed).scatter_(-1, self.key_block_indices.long() & ~_PARTIAL, listed)
+        return torch.zeros_like(listed).scatter_(-1, self.key_block_indices.long() % 2**_BLOCK_BITS, listed)
 
     @property
     def density(self):
@@ -83,15 +90,21 @@ class BlockSparseMask:
         )
 
 
-_PARTIAL = 1 << 30  # kPartialBlock in csrc/attention/block_mask.h
+_BLOCK_BITS = 23  # kBlockBits in csrc/attention/block_mask.h
 
 
-def _compressed(block_map, partial):
+def _by_block(quarters):
+    """[..., 2 M, 2 N] as [..., M, N, 4]"""
+    halves = quarters.unflatten(-1, (-1, 2)).unflatten(-3, (-1, 2))
+    return halves.transpose(-2, -3).flatten(-2)
+
+
+def _compressed(block_map, hidden=None):
     counts = block_map.sum(-1, dtype=torch.int32)
     # A stable sort puts the present blocks first, still ascending, without reading the map on the host.
     indices = torch.sort((~block_map).to(torch.uint8), dim=-1, stable=True).indices
-    if partial is not None:
-        indices = indices + partial.gather(-1, indices) * _PARTIAL
+    if hidden is not None:
+        indices = indices + hidden.gather(-1, indices)
     return counts, indices.to(torch.int32)
 
 

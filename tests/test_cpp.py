@@ -27,7 +27,7 @@ def compile_cpp(source, output, *flags):
     return output
 
 
-@pytest.mark.parametrize("name", ["schedule", "block_union", "packed_tiles", "division", "tile_layout",
+@pytest.mark.parametrize("name", ["schedule", "block_list", "packed_tiles", "division", "tile_layout",
                                   "tile_order"])
 def test_against_brute_force(name, tmp_path):
     program = compile_cpp(ROOT / "tests" / "cpp" / f"{name}.cpp", tmp_path / name, "-O2", "-Werror")

@@ -94,6 +94,21 @@ def test_tiles_of_several_rows_of_blocks(heads_k, head_dim, rows, which, feature
     Expected(case.attend(mask), *inputs).check(**vars(actual))
 
 
+@pytest.mark.parametrize("features", [{}, {"causal": True}, {"window_size": (150, 70)}], ids=str)
+@pytest.mark.parametrize("seqlen_k", [700, 1700])  # at head dim 64, tiles of 64 keys and of 128
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_quarters_of_blocks(deterministic, head_dim, seqlen_k, features):
+    """deterministic: else so few queries are another kernel's, forward; then, backward."""
+    case = Case(torch.bfloat16, 2, 450, seqlen_k, 2, 2, head_dim, device=DEVICE, **features)
+    mask = block_maps.mask_of_quarters(450, seqlen_k).to(DEVICE)
+    inputs, dlse = case.draw(), case.draw_dlse()
+    actual = case.run(inputs, dlse, attn_mask=mask, deterministic=deterministic)
+    expected = Expected(case.attend(mask), *inputs, dlse)
+    expected.check(**vars(actual))
+    check_empty_rows(actual, expected.exact.lse)
+
+
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("bits", [False, True])
 @pytest.mark.parametrize("rows", [64, 128])

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 from dataclasses import replace
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 import acceptance
+import block_maps
 import flash_attn
 from attention_case import Case, check_empty_rows, largest_allocation
 from bias_gradient import bias_gradient, check_bias_gradient
@@ -247,6 +249,30 @@ def test_mask_made_once(device):
         for change in ({}, {"head_dim": 40}, {"num_heads_k": 4, "dtype": torch.bfloat16}, {"causal": True}):
             layer = replace(case, **change)
             same(layer.run(attn_mask=made), layer.run(attn_mask=mask))
+
+
+def check_lists(mask, counts, indices):
+    """Of a bool matrix. A quarter past its last row or column may be called anything."""
+    for i, (count, row) in enumerate(zip(counts[0, 0].tolist(), indices[0, 0].tolist(), strict=True)):
+        blocks = [mask[128 * i:, 128 * j:][:128, :128] for j in range(-(-mask.shape[1] // 128))]
+        assert [x % 2**23 for x in row[:count]] == [j for j, block in enumerate(blocks) if block.any()]
+        for x in row[:count]:
+            for n, (r, c) in enumerate(itertools.product((0, 64), repeat=2)):
+                quarter = blocks[x % 2**23][r:, c:][:64, :64]
+                kind = 0 if quarter.all() else 1 if quarter.any() else 2
+                assert quarter.numel() == 0 or x >> 23 + 2 * n & 3 == kind
+
+
+@pytest.mark.parametrize("shape", ["qk", "k", "q1"])
+def test_quarters_of_blocks(shape, device):
+    whole = block_maps.mask_of_quarters(300, 450)[0, 0]
+    mask = whole[tuple(slice(None) if size in shape else slice(1) for size in "qk")]
+    lists = AttentionMask.from_bool(mask.to(device), 300, 450).blocks
+    visible = mask.expand(300, 450)
+    check_lists(visible, lists.key_block_counts, lists.key_block_indices)
+    check_lists(visible.T, lists.query_block_counts, lists.query_block_indices)
+    blocks = [[part.any() for part in rows.split(128, dim=1)] for rows in visible.split(128)]
+    assert torch.equal(lists.block_map.cpu()[0, 0], torch.tensor(blocks))
 
 
 @pytest.mark.parametrize("shape", ["BHqk", "1Hqk", "B1qk", "11qk", "B11k", "1111"])

@@ -2,7 +2,7 @@
 // exist. The map arrives as compressed lists, one per block row, for queries (forward) and transposed for
 // keys (backward). The user's block is not the engine's tile: engines cut their row tiles at block boundaries
 // (RowTiles) and walk the listed spans with tiles of their own (TileSchedule), or let a tile span several
-// block rows and walk what any of them lists (BlockUnion).
+// block rows and walk what any of them lists.
 #pragma once
 
 #include "../problem.h"
@@ -11,8 +11,20 @@
 
 namespace flash {
 
-// Set in a listed block's index: bits of an element mask hide some of its scores (ForwardProblem::visible).
-constexpr int32_t kPartialBlock = 1 << 30;
+// A listed block: its index, and above that what bits of an element mask hide of it
+// (ForwardProblem::visible), two bits for each of its quarters, row by row.
+constexpr int kBlockBits = 23;
+enum class Quarter { seen, partly_seen, hidden };
+
+FLASH_HOST_DEVICE Position block_of(int32_t listed) {
+    return listed & ((1 << kBlockBits) - 1);
+}
+FLASH_HOST_DEVICE bool is_partial(int32_t listed) {
+    return listed >> kBlockBits;
+}
+FLASH_HOST_DEVICE Quarter quarter_of(int32_t listed, int row_half, int column_half) {
+    return Quarter(listed >> (kBlockBits + 4 * row_half + 2 * column_half) & 3);
+}
 
 // The blocks that one block row visits, ascending.
 struct BlockList {
@@ -20,8 +32,8 @@ struct BlockList {
     Position count;
     Position block;  // positions per block
 
-    FLASH_HOST_DEVICE Position first() const { return indices[0] & ~kPartialBlock; }
-    FLASH_HOST_DEVICE bool first_is_partial() const { return indices[0] & kPartialBlock; }
+    FLASH_HOST_DEVICE Position first() const { return block_of(indices[0]); }
+    FLASH_HOST_DEVICE bool first_is_partial() const { return is_partial(indices[0]); }
 
     // Those that have some of the positions.
     FLASH_HOST_DEVICE BlockList within(Interval positions) const {
@@ -35,7 +47,7 @@ struct BlockList {
     FLASH_HOST_DEVICE Position count_before(Position index) const {
         Position begin = 0, end = count < index ? count : index;
         for (Position at = end - 1; begin < end; at = begin + (end - begin) / 2) {
-            if ((indices[at] & ~kPartialBlock) < index)
+            if (block_of(indices[at]) < index)
                 begin = at + 1;
             else
                 end = at;

@@ -36,7 +36,7 @@ FLASH_HOST_DEVICE bool is_visible(const uint32_t* bits, Position key) {
     return bits[key / 32] >> key % 32 & 1;
 }
 
-// One word of a mask: 32 keys of one row of one matrix. Several may say so of one block; they say the same.
+// One word of a mask: 32 keys of one row of one matrix. Several may say so of one quarter; they say the same.
 FLASH_HOST_DEVICE void pack_word(const MaskPacking& packing, int64_t index) {
     const int64_t words = mask_words(packing.columns), row = index / words, first = index % words * 32;
     const bool* from = packing.mask + row * packing.columns + first;
@@ -44,12 +44,13 @@ FLASH_HOST_DEVICE void pack_word(const MaskPacking& packing, int64_t index) {
     uint32_t packed = 0;
     for (int64_t i = 0; i < count; ++i) packed |= uint32_t(from[i]) << i;
     packing.bits[index] = packed;
-    const int64_t block_row =
-        row / packing.rows * mask_blocks(packing.rows) + row % packing.rows / kMaskBlock;
-    const int64_t block = block_row * mask_blocks(packing.columns) + first / kMaskBlock;
+    constexpr int64_t quarter = kMaskBlock / 2;
+    const int64_t quarter_row =
+        row / packing.rows * mask_blocks(packing.rows) * 2 + row % packing.rows / quarter;
+    const int64_t place = quarter_row * mask_blocks(packing.columns) * 2 + first / quarter;
     const uint32_t all = count == 32 ? ~0u : (1u << count) - 1;
-    if (packed) packing.some[block] = true;
-    if (packed != all) packing.holes[block] = true;
+    if (packed) packing.some[place] = true;
+    if (packed != all) packing.holes[place] = true;
 }
 
 FLASH_HOST_DEVICE int64_t words_of(const MaskPacking& packing) {

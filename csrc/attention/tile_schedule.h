@@ -43,6 +43,7 @@ class TileSchedule {
                                    const BlockList& blocks)
         : TileSchedule(first_row, last_row, granularity) {
         blocks_ = blocks;
+        merges_ = granularity == 1;
         span_end_ = position_;
     }
 
@@ -62,7 +63,8 @@ class TileSchedule {
     }
 
   private:
-    // Neighbouring blocks of a kind make one span, so that the engine's tiles need not end at each of them.
+    // Neighbouring blocks of a kind make one span for an engine whose tiles may begin anywhere, so that they
+    // need not end at each block.
     FLASH_HOST_DEVICE bool next_span() {
         if (blocks_.count == 0) return false;
         const Position first = blocks_.first();
@@ -71,8 +73,8 @@ class TileSchedule {
         do {
             ++blocks_.indices;
             --blocks_.count;
-        } while (blocks_.count > 0 && blocks_.first() == last + 1 && blocks_.first_is_partial() == partial_ &&
-                 ++last);
+        } while (merges_ && blocks_.count > 0 && blocks_.first() == last + 1 &&
+                 blocks_.first_is_partial() == partial_ && ++last);
         const Interval span = intersection({first * blocks_.block, (last + 1) * blocks_.block}, visited_);
         position_ = span.begin;
         span_end_ = span.end;
@@ -82,6 +84,7 @@ class TileSchedule {
     Interval visited_, plain_;
     Position position_, span_end_;
     bool partial_;  // the span
+    bool merges_ = false;
     BlockList blocks_;
 };
 

@@ -304,6 +304,8 @@ BlockLists Arguments::block_lists(const char* axis, const OptionalTensor& counts
     }
     check_shape("the mask's block indices", *indices,
                 {counts->size(0), counts->size(1), block_rows, capacity});
+    check(capacity < 1 << kBlockBits, "the mask has ", capacity, " blocks along the other axis of its ", axis,
+          " blocks; there must be fewer than ", 1 << kBlockBits);
     kept_.push_back(torch::stable::contiguous(*counts));
     lists.counts = kept_.back().const_data_ptr<int32_t>();
     kept_.push_back(torch::stable::contiguous(*indices));
@@ -323,7 +325,7 @@ void Arguments::check_block_indices(const char* axis, const BlockLists& lists, i
               lists.counts[row], " blocks in ", axis, " block row ", row, " of ", lists.capacity);
         for (int64_t i = 0; i < lists.counts[row]; ++i) {
             const int32_t* const listed = lists.indices + row * lists.capacity + i;
-            const int64_t index = *listed & ~kPartialBlock, before = i ? listed[-1] & ~kPartialBlock : -1;
+            const int64_t index = block_of(*listed), before = i ? block_of(listed[-1]) : -1;
             check(index < lists.capacity && index > before, "the mask's ", axis, " block row ", row,
                   " lists block ", index, "; blocks must ascend below ", lists.capacity);
         }

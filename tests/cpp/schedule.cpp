@@ -90,7 +90,7 @@ int main() {
                 int32_t count = 0;
                 for (int64_t column = 0; column < lists.capacity; ++column) {
                     c.map.push_back(char(draw(0, 3) % 3));
-                    const int32_t partial = c.map.back() == 2 ? kPartialBlock : 0;
+                    const int32_t partial = c.map.back() == 2 ? draw(1, 255) << kBlockBits : 0;
                     if (c.map.back())
                         c.indices[size_t(row * lists.capacity + count++)] = int32_t(column) | partial;
                 }

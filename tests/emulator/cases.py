@@ -292,6 +292,19 @@ def test_lists_of_warpgroups(head_dim, rows, which, features):
         Expected(given.attend(mask), q, k, v).check(out=out, lse=lse)
 
 
+@pytest.mark.parametrize("features", [{}, {"causal": True}, {"window_size": (150, 70)}], ids=str)
+@pytest.mark.parametrize("seqlen_k", [450, 1400])  # at head dim 64, tiles of 64 keys and of 128
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_quarters_of_blocks(head_dim, seqlen_k, features):
+    given = case(HALF, head_dim, 300, seqlen_k, num_heads_k=1, **features)
+    mask = block_maps.mask_of_quarters(300, seqlen_k)
+    inputs, dlse = given.draw(), given.draw_dlse()
+    actual = given.run(inputs, dlse, attn_mask=mask)
+    expected = Expected(given.attend(mask), *inputs, dlse)
+    expected.check(**vars(actual))
+    check_empty_rows(actual, expected.exact.lse)
+
+
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("bits", [False, True])
 @pytest.mark.parametrize("head_dim,rows", [(64, 64), (64, 128), (96, 64), (128, 64), (128, 128), (256, 64)])

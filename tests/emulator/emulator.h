@@ -13,6 +13,7 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <array>
 #include <cmath>
 #include <cstdint>
@@ -222,14 +223,22 @@ inline int __any_sync(unsigned, int mine) {
     });
     return mine;
 }
-inline unsigned __reduce_or_sync(unsigned, unsigned mine) {
-    emulator::with_warp(mine, [](unsigned* const* lanes) {
-        unsigned bits = 0;
-        for (int lane = 0; lane < emulator::kLanes; ++lane) bits |= lanes[lane] ? *lanes[lane] : 0;
+template <class T, class Combine>
+T reduce_sync(T mine, const Combine& combine) {
+    emulator::with_warp(mine, [&](T* const* lanes) {
+        T all = **std::find_if(lanes, lanes + emulator::kLanes, [](T* lane) { return lane; });
         for (int lane = 0; lane < emulator::kLanes; ++lane)
-            if (lanes[lane]) *lanes[lane] = bits;
+            if (lanes[lane]) all = combine(all, *lanes[lane]);
+        for (int lane = 0; lane < emulator::kLanes; ++lane)
+            if (lanes[lane]) *lanes[lane] = all;
     });
     return mine;
+}
+inline unsigned __reduce_or_sync(unsigned, unsigned mine) {
+    return reduce_sync(mine, [](unsigned a, unsigned b) { return a | b; });
+}
+inline int __reduce_min_sync(unsigned, int mine) {
+    return reduce_sync(mine, [](int a, int b) { return std::min(a, b); });
 }
 inline unsigned __ballot_sync(unsigned, int mine) {
     emulator::with_warp(mine, [](int* const* lanes) {

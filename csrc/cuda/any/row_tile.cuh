@@ -25,24 +25,23 @@ struct RowTile {
 class RowTiling {
   public:
     // cache_bytes: what of the second-level cache the other axis of heads that go together may take, unless
-    // they have fewer tiles than least_tiles then. Without a diagonal, which makes some tiles longer than
-    // others, heads go one by one.
+    // they have fewer tiles than least_tiles then. Where neither a diagonal nor a map makes some tiles longer
+    // than others, heads go one by one. How long they are a map alone knows; a causal one makes them so in
+    // the order of a diagonal.
     static RowTiling of_queries(const ForwardProblem& problem, Position tile, int64_t cache_bytes,
                                 int64_t least_tiles = 1) {
-        return in_sections(problem, true, has_diagonal(problem), tile, cache_bytes, least_tiles);
+        return in_sections(problem, true, tiles_differ(problem), tile, cache_bytes, least_tiles);
     }
-    // Tiles may span several blocks of a map. How long they take the map alone knows; a causal one makes
-    // later ones longer, so they go as under a diagonal.
+    // Tiles may span several blocks of a map.
     static RowTiling across_blocks(const ForwardProblem& problem, Position tile, int64_t cache_bytes,
                                    int64_t least_tiles) {
         ForwardProblem whole = problem;
         whole.key_blocks = {};
-        const bool differ = problem.key_blocks.counts || has_diagonal(problem);
-        return in_sections(whole, true, differ, tile, cache_bytes, least_tiles);
+        return in_sections(whole, true, tiles_differ(problem), tile, cache_bytes, least_tiles);
     }
     static RowTiling of_keys(const ForwardProblem& problem, Position tile, int64_t cache_bytes,
                              int64_t least_tiles = 1) {
-        return in_sections(problem, false, has_diagonal(problem), tile, cache_bytes, least_tiles);
+        return in_sections(problem, false, tiles_differ(problem), tile, cache_bytes, least_tiles);
     }
     // Whatever the mask, heads that go together have so many tiles.
     static RowTiling of_keys_together(const ForwardProblem& problem, Position tile, int64_t least_tiles) {
@@ -146,8 +145,9 @@ class RowTiling {
         return (problem.head_dim + problem.head_dim_v) * element_bytes(problem.dtype);
     }
 
-    static bool has_diagonal(const ForwardProblem& problem) {
-        return problem.window_right >= 0 && problem.window_left < 0;
+    static bool tiles_differ(const ForwardProblem& problem) {
+        const bool has_diagonal = problem.window_right >= 0 && problem.window_left < 0;
+        return has_diagonal || problem.key_blocks.counts || problem.query_blocks.counts;
     }
 
     PackedTiles packed_;  // cu_seqlens == nullptr: dense

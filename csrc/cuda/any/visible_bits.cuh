@@ -49,6 +49,28 @@ struct VisibleBits {
         }
     }
 
+    // Of the fragment's rows, a bit for each of the lane's columns, of which there are 32 at most. All loads
+    // start before the first one is waited for.
+    template <class Scores>
+    __device__ __forceinline__ void load_columns(uint32_t (&shown)[Scores::rows], Position query,
+                                                 Position key) const {
+        constexpr int words = Scores::column_tiles / 4;  // 32 keys each
+        static_assert(Scores::column_tiles % 4 == 0 && words <= 4);
+        uint32_t bits[Scores::rows][words];
+#pragma unroll
+        for (int r = 0; r < Scores::rows; ++r) load(bits[r], row(query + Scores::row(r)) + key / 32);
+#pragma unroll
+        for (int r = 0; r < Scores::rows; ++r) {
+            shown[r] = 0;
+#pragma unroll
+            for (int i = 0; i < words; ++i) {
+                // Two of each byte are the lane's; a product puts them side by side in the last byte.
+                const uint32_t own = bits[r][i] >> (lane_index() % 4 * 2) & 0x03030303;
+                shown[r] |= own * 0x01041040 >> 24 << 8 * i;
+            }
+        }
+    }
+
   private:
     // Rows are padded to whole blocks of keys, so that four words are aligned.
     template <int kWords>

@@ -138,9 +138,12 @@ struct Walk {
     static BackwardOrder order_of(const ForwardProblem& problem, const Device& device) {
         if (has_map(problem)) return BackwardOrder::by_length;
         if (does_whole_units(problem, device)) return BackwardOrder::whole_units;
-        // Under a diagonal blocks come in turns by themselves, if they begin so. For long sequences it takes
-        // longer to tell each other than to clear sums and to finish them.
-        const bool pays = problem.window_right >= 0 && problem.seqlen_k * kConfiguration.head_dim <= 1 << 17;
+        // Under a diagonal blocks come in turns by themselves, if they begin so. For long sequences, and
+        // where many blocks share a head, it takes longer to tell each other than to clear sums and to finish
+        // them.
+        const bool shares = problem.batch * problem.heads_k * 5 < device.multiprocessors * 3;
+        const bool pays =
+            problem.window_right >= 0 && !shares && problem.seqlen_k * kConfiguration.head_dim <= 1 << 17;
         return problem.deterministic || pays ? BackwardOrder::turns : BackwardOrder::by_length;
     }
 

@@ -13,11 +13,11 @@ namespace flash::cuda::sm90 {
 template <ForwardConfiguration c, class Scores>
 __device__ __forceinline__ void mask_scores(Scores& s, const ForwardPlan& plan, const KeyNote& note,
                                             uint32_t flags, int row) {
-    if constexpr (c.key_tile % 32 == 0)
+    uint32_t bits[Scores::rows];
+    for (uint32_t& of_row : bits) of_row = ~0u;
+    if constexpr (Scores::columns <= 32 && c.key_tile % 32 == 0)
         if (__any_sync(0xffffffff, flags & KeyNote::partial))
-            plan.bits.each_hidden<Scores>(plan.tile.first + row, note.first, [&](int r, int column) {
-                s.at(r, column) = OnlineSoftmax<GpuMath>::minus_infinity();
-            });
+            plan.bits.load_columns<Scores>(bits, plan.tile.first + row, note.first);
     const RowSight sight(plan, note, flags);
 #pragma unroll
     for (int r = 0; r < Scores::rows; ++r) {
@@ -27,7 +27,7 @@ __device__ __forceinline__ void mask_scores(Scores& s, const ForwardPlan& plan, 
         for (int column = 0; column < Scores::columns; ++column) {
             const int begin = sight.first() + column / 32 * 128;
             if (column % 32 == 0)
-                shown = columns_in_front_of(keys.end - begin, lane_index()) &
+                shown = bits[r] & columns_in_front_of(keys.end - begin, lane_index()) &
                         ~columns_in_front_of(keys.begin - begin, lane_index());
             if (!(shown >> column % 32 & 1)) s.at(r, column) = OnlineSoftmax<GpuMath>::minus_infinity();
         }

@@ -5,6 +5,7 @@
 #include "../../attention/score.h"
 #include "../any/row_tile.cuh"
 #include "../any/visible_bits.cuh"
+#include "../ptx/grid_dependency.h"
 #include "../ptx/mbarrier.h"
 #include "../tile/gpu_math.h"
 #include "key_walk.cuh"
@@ -32,10 +33,10 @@ struct ForwardConfiguration {
 };
 
 // How many tiles of queries a block takes beyond the one whose last keys it asks for (TileQueue): of those
-// with few keys, and under a map, whose lists are read first, one, since a tile would else be wanted before
-// it is planned and copied.
+// with few keys one, since a tile would else be wanted before it is planned and copied; and under a map,
+// whose lists are read first, if no more than two tiles of keys are on their way.
 inline uint32_t tiles_ahead(const ForwardProblem& problem, const ForwardConfiguration& c) {
-    return problem.seqlen_k <= 10 * c.key_tile || problem.key_blocks.counts;
+    return problem.seqlen_k <= 10 * c.key_tile || (problem.key_blocks.counts && c.stages <= 2);
 }
 
 // A tile of keys, beside its stage. A warpgroup's flags are in bits of its own.
@@ -74,7 +75,7 @@ struct ForwardPlan {
     bool has_keys;
     bool redo;  // the consumers' answer
     // Rows that follow their maximum then. The others compute the same bits again.
-    uint32_t following[BlockUnion::kLists * 2];
+    uint32_t following[KeyStart::kLists * 2];
     uint32_t multiply;  // a bit for each warpgroup that has something to multiply
     RowTile tile;
     Mask mask;
@@ -83,15 +84,16 @@ struct ForwardPlan {
     alignas(8) Interval reach;
     ScoreTransform<GpuMath> transform;  // if scores are transformed
     VisibleBits bits;
-    KeyPlace start, places[2];  // of values, of keys
+    KeyStart start;
     // Of a warpgroup's queries: what some of them see, and what all do.
     struct alignas(16) Sight {
         Interval some, all;
-    } sights[BlockUnion::kLists];
+    } sights[KeyStart::kLists];
 
     // Of the tile. By a warp: a lane looks at a warpgroup's queries.
     __device__ void make(const ForwardProblem& problem, const ForwardConfiguration& c) {
         const int i = lane_index();
+        if (problem.key_blocks.counts) await_grid_before();
         if (i == 0) {
             mask = Mask(problem, tile.sequence);
             const Position center = tile.first + mask.diagonal();
@@ -105,7 +107,7 @@ struct ForwardPlan {
         }
         __syncwarp();
         bool visits = false;
-        if (i < BlockUnion::kLists) {
+        if (i < KeyStart::kLists) {
             const BlockLists& map = problem.key_blocks;
             const Interval rows = intersection({tile.first + i * 64, tile.first + (i + 1) * 64}, tile.rows);
             Sight sight{{0, 0}, {0, INT32_MAX}};
@@ -118,19 +120,36 @@ struct ForwardPlan {
             if (map.counts) {
                 BlockList list{nullptr, 0, 1};
                 if (visits) list = block_list_of(map, tile.batch, tile.head, rows.begin).within(sight.some);
+                if (problem.visible.data)
+                    while (list.count > 0 && !sees(list.indices[list.count - 1], rows.begin, sight.some))
+                        --list.count;
                 visits = list.count > 0;
-                start.blocks.set(i, list);
+                start.set(i, list);
             }
         }
         const uint32_t visitors = __ballot_sync(0xffffffff, visits);
         if (i == 0) {
-            start.start(
-                {visible(tile.rows.begin).begin / c.key_tile * c.key_tile, visible(tile.rows.end - 1).end},
-                problem.key_blocks);
-            has_keys = !start.keys.empty();
+            start.visited = {visible(tile.rows.begin).begin / c.key_tile * c.key_tile,
+                             visible(tile.rows.end - 1).end};
+            start.mapped = problem.key_blocks.counts;
+            start.row_halves = tile.first / 64;
+            has_keys = start.mapped ? visitors != 0 : !start.visited.empty();
             multiply = has_keys && careful ? ~0u : visitors;
         }
         __syncwarp();
+    }
+
+    // Whether the 64 queries from `first` on, which see `some` but for bits, see any of a block of an element
+    // mask.
+    __device__ static bool sees(int32_t listed, Position first, const Interval& some) {
+        constexpr Position half = kMaskBlock / 2;
+        bool sees = !is_partial(listed);
+        for (int i = 0; i < 2; ++i) {
+            const Position begin = block_of(listed) * Position(kMaskBlock) + i * half;
+            sees |= quarter_of(listed, first / half % 2, i) != Quarter::hidden &&
+                    !intersection({begin, begin + half}, some).empty();
+        }
+        return sees;
     }
 
     // Whether a row's reference is a maximum with ALiBi, which makes the probability of a row's only key 1:
@@ -150,51 +169,59 @@ struct ForwardPlan {
     }
 };
 
-// Makes the notes of a plan's tiles of keys. By a warp, of which lane i looks after warpgroup i. What it
-// reads of the plan it keeps: whoever reads shared memory waits for as long as products run.
+// Walks a plan's tiles of keys, and makes their notes. By a warp, of which lane i looks after warpgroup i.
+// What it reads of the plan it keeps: whoever reads shared memory waits for as long as products run.
 template <ForwardConfiguration c>
 class NoteWriter {
   public:
-    __device__ __forceinline__ explicit NoteWriter(const ForwardPlan& plan)
-        : sight_(plan.sights[index()]),
-          visited_(plan.start.visited),
+    __device__ __forceinline__ NoteWriter(const ForwardPlan& plan, const ForwardProblem& problem)
+        : map_(problem.key_blocks),
+          sight_(plan.sights[index()]),
+          walk_(plan.start, sight_.some.end, map_, index()),
           flags_((plan.careful ? KeyNote::careful : 0) | (plan.bits.rows ? KeyNote::partial : 0)) {}
 
-    // of: whose the tile is; walk, place: what follows it.
-    __device__ __forceinline__ KeyNote operator()(Position first, const ListedBlock& of,
-                                                  const KeyWalk<c.key_tile>& walk,
-                                                  const KeyPlace& place) const {
-        const Interval keys(first, first + c.key_tile);
-        const int i = index();
-        const bool careful = flags_ & KeyNote::careful;
-        const bool listed = of.lists >> i & 1, end = !walk.more();
-        const bool more = keys.end < sight_.some.end && walk.later(place) >> i & 1;
+    __device__ __forceinline__ bool more() const { return walk_.more(); }
+
+    // The next tile's first key.
+    __device__ __forceinline__ Position next() {
+        const Position first = walk_.first();
+        walk_.advance(map_);
+        return first;
+    }
+    __device__ __forceinline__ KeyNote next_note() {
+        const uint32_t hidden = walk_.hidden();
+        const Interval keys(walk_.first(), walk_.first() + c.key_tile);
+        walk_.advance(map_);
+        const bool careful = flags_ & KeyNote::careful, end = !walk_.more();
+        const bool lacks = hidden & Walk::all_hidden, partial = hidden & Walk::some_hidden && !lacks;
         uint32_t mine = 0;
-        if (of.partial >> i & 1 || keys.begin < sight_.all.begin || keys.end > sight_.all.end)
-            mine |= KeyNote::masked;
+        if (partial || keys.begin < sight_.all.begin || keys.end > sight_.all.end) mine |= KeyNote::masked;
         if (careful) {
             mine |= end ? KeyNote::last : 0;
-            if (!listed) mine |= KeyNote::absent | (sight_.some.empty() ? 0 : KeyNote::masked);
-        } else if (!listed || intersection(keys, sight_.some).empty()) {
+            if (lacks) mine |= KeyNote::absent | (sight_.some.empty() ? 0 : KeyNote::masked);
+        } else if (lacks || intersection(keys, sight_.some).empty()) {
             mine |= KeyNote::hidden;
-        } else if (!more) {
+        } else if (keys.end >= walk_.list_end()) {
             mine |= KeyNote::last;
-        } else if (!(walk.of(place).lists >> i & 1)) {
+        } else if (walk_.hidden() & Walk::all_hidden) {
             mine |= KeyNote::gap;
         }
-        uint32_t flags = __reduce_or_sync(0xffffffff, mine << KeyNote::kBits * i);
+        mine = mine << KeyNote::kBits * index() | (partial ? flags_ & KeyNote::partial : 0);
+        uint32_t flags = __reduce_or_sync(0xffffffff, mine) | (end ? KeyNote::end : 0);
         // They take care together. What a bias hides may be anywhere.
         constexpr uint32_t each = KeyNote::of_each(KeyNote::masked, c.warpgroups);
-        if (careful && (c.biased || flags & each)) flags |= each;
-        flags |= (end ? KeyNote::end : 0) | (flags_ & (of.partial ? ~0u : ~KeyNote::partial));
-        return {first, intersection(keys, visited_), flags};
+        if (careful) flags |= KeyNote::careful | (c.biased || flags & each ? each : 0);
+        return {keys.begin, {keys.begin, min(keys.end, walk_.last())}, flags};
     }
 
   private:
+    using Walk = KeyWalk<c.key_tile>;
+
     __device__ __forceinline__ static int index() { return lane_index() < c.warpgroups ? lane_index() : 0; }
 
+    const BlockLists& map_;
     const ForwardPlan::Sight sight_;
-    const Interval visited_;
+    Walk walk_;
     const uint32_t flags_;  // that all notes have, and partial blocks'
 };
 
@@ -227,7 +254,6 @@ struct ForwardBias<c, true> {
     static constexpr int producers = 1;
     alignas(1024) char tiles[c.warpgroups][64 * c.key_tile * 2];
     uint64_t full[c.warpgroups], empty[c.warpgroups];
-    KeyPlace place;  // of the warp that copies
 
     // By one thread.
     __device__ void start() {

@@ -28,10 +28,9 @@ class ForwardPlanner {
           queue_(queue),
           shared_(shared) {}
 
-    // A whole warp. The first plan is made while the grid before ends, unless it reads device memory.
+    // A whole warp. The first plan is made while the grid before ends, up to where it reads device memory.
     __device__ void run() {
-        const bool reads_memory = c.transformed || problem_.cu_seqlens_q || problem_.cu_seqlens_k ||
-                                  problem_.key_blocks.counts;
+        const bool reads_memory = c.transformed || problem_.cu_seqlens_q || problem_.cu_seqlens_k;
         if (reads_memory) begin();
         // A plan's tile may have to be done again; so all plans have to be seen done at the end.
         for (uint32_t n = 0, nothing = 0; nothing <= kPlans; ++n) {
@@ -134,25 +133,20 @@ class ForwardProducer {
     }
 
     // What warpgroups see of the plan's tiles.
-    __device__ __forceinline__ void copy_bias(ForwardPlan& plan, uint32_t (&tiles)[c.warpgroups]) {
+    __device__ __forceinline__ void copy_bias(const ForwardPlan& plan, uint32_t (&tiles)[c.warpgroups]) {
         using Tile = BiasTile<dtype, 64, c.key_tile>;
-        KeyPlace& place = shared_.bias.place;
-        const NoteWriter<c> note(plan);
         await_grid_before();
-        for (KeyWalk<c.key_tile> walk(place, plan.start); walk.more();) {
-            const Position first = walk.first();
-            const ListedBlock of = walk.of(place);
-            walk.advance(place);
-            const uint32_t flags = note(first, of, walk, place).flags;
+        for (NoteWriter<c> notes(plan, problem_); notes.more();) {
+            const KeyNote note = notes.next_note();
 #pragma unroll
             for (int i = 0; i < c.warpgroups; ++i) {
-                if (KeyNote::flags_of(flags, i) & KeyNote::hidden) continue;
+                if (KeyNote::flags_of(note.flags, i) & KeyNote::hidden) continue;
                 mbarrier_wait(shared_address(&shared_.bias.empty[i]), tiles[i]++ % 2 ^ 1);
                 __syncwarp();  // else a lane could miss the phase
                 if (lane_index() > 0) continue;
                 const uint32_t full = shared_address(&shared_.bias.full[i]);
                 Tile::load(shared_.bias.tiles[i], maps_.bias, full, problem_.bias, int(plan.tile.batch),
-                           int(plan.tile.head), plan.tile.first + i * 64, first);
+                           int(plan.tile.head), plan.tile.first + i * 64, note.first);
                 mbarrier_arrive(full);
             }
         }
@@ -161,25 +155,21 @@ class ForwardProducer {
     // The plan's tiles of keys, or of values, from the block's tile-th on; tile becomes the next plan's first
     // one. All that is read in shared memory is read before a stage is waited for.
     template <bool kKeys>
-    __device__ __forceinline__ void copy_plan(ForwardPlan& plan, uint32_t& tile) {
-        KeyPlace& place = plan.places[kKeys];
+    __device__ __forceinline__ void copy_plan(const ForwardPlan& plan, uint32_t& tile) {
         const KeyRows rows(plan.tile, problem_);
-        const NoteWriter<c> note_of(plan);
         await_grid_before();
-        for (KeyWalk<c.key_tile> walk(place, plan.start); walk.more(); ++tile) {
-            const Position first = walk.first();
-            const ListedBlock of = walk.of(place);
-            walk.advance(place);
+        for (NoteWriter<c> notes(plan, problem_); notes.more(); ++tile) {
             if constexpr (kKeys) {
-                const KeyNote note = note_of(first, of, walk, place);
+                const KeyNote note = notes.next_note();
                 mbarrier_wait(in_ring(shared_.k_empty, tile), parity(shared_.k_empty, tile) ^ 1);
                 if (lane_index() == 0) {
                     load_keys(shared_.k[tile % c.stages], maps_.k, in_ring(shared_.k_full, tile), rows,
-                              first);
+                              note.first);
                     shared_.note(tile) = note;
                     mbarrier_arrive(in_ring(shared_.k_full, tile));
                 }
             } else {
+                const Position first = notes.next();
                 mbarrier_wait(in_ring(shared_.v_empty, tile), parity(shared_.v_empty, tile) ^ 1);
                 if (lane_index() == 0) {
                     load_keys(shared_.v[tile % c.stages], maps_.v, in_ring(shared_.v_full, tile), rows,

@@ -111,11 +111,11 @@ class QueryGradientProducer {
 
     // A whole warp each.
     __device__ void copy_keys() {
-        copy_tiles<true>([&](const KeyRows& rows, uint32_t tile, Position first, const KeyNote& note) {
+        copy_tiles<true>([&](const KeyRows& rows, uint32_t tile, const KeyNote& note) {
             const uint32_t full = in_ring(shared_.k_full, tile), stage = tile % c.stages;
             mbarrier_wait(in_ring(shared_.k_empty, tile), parity(shared_.k_empty, tile) ^ 1);
             if (lane_index() > 0) return;
-            load(rows, shared_.k[stage], maps_.k, full, first);
+            load(rows, shared_.k[stage], maps_.k, full, note.first);
             for (uint32_t& keys : shared_.bad_keys[stage]) keys = 0;
             shared_.has_bad_keys[stage] = false;
             shared_.notes[tile % Shared::kNotes] = note;
@@ -123,7 +123,7 @@ class QueryGradientProducer {
         });
     }
     __device__ void copy_values() {
-        copy_tiles<false>([&](const KeyRows& rows, uint32_t tile, Position first, const KeyNote&) {
+        copy_tiles<false>([&](const KeyRows& rows, uint32_t tile, Position first) {
             mbarrier_wait(in_ring(shared_.v_empty, tile), parity(shared_.v_empty, tile) ^ 1);
             if (lane_index() > 0) return;
             load(rows, shared_.v[tile % Shared::kValues], maps_.v, in_ring(shared_.v_full, tile), first);
@@ -168,18 +168,15 @@ class QueryGradientProducer {
         for (uint32_t n = 0;; ++n) {
             mbarrier_wait(in_ring(shared_.planned, n), parity(shared_.planned, n));
             __syncwarp();  // else the plan could change before a lane has seen that
-            ForwardPlan& plan = shared_.plans[n % kPlans];
+            const ForwardPlan& plan = shared_.plans[n % kPlans];
             if (plan.work == Work::end) break;
-            KeyPlace& place = plan.places[kKeys];
-            const NoteWriter<c> note_of(plan);
             const KeyRows rows(plan.tile, problem_);
-            for (KeyWalk<c.key_tile> walk(place, plan.start); walk.more(); ++tile) {
-                const Position first = walk.first();
-                const ListedBlock of = walk.of(place);
-                walk.advance(place);
-                KeyNote note{};
-                if constexpr (kKeys) note = note_of(first, of, walk, place);
-                copy(rows, tile, first, note);
+            for (NoteWriter<c> notes(plan, problem_); notes.more(); ++tile) {
+                if constexpr (kKeys) {
+                    copy(rows, tile, notes.next_note());
+                } else {
+                    copy(rows, tile, notes.next());
+                }
                 __syncwarp();
             }
             if (kKeys && lane_index() == 0) mbarrier_arrive(in_ring(shared_.walked, n));
@@ -327,7 +324,7 @@ class QueryGradient {
                 transformed.differentiate_cap(
                     dp,
                     [&](int tile) {
-                        const float (&x)[4] = s.value[0][tile];
+                        const float(&x)[4] = s.value[0][tile];
                         return make_float4(x[0], x[1], x[2], x[3]);
                     },
                     [&](int) { return make_float4(lse[0], lse[0], lse[1], lse[1]); });
@@ -408,7 +405,7 @@ class QueryGradient {
         if (suspicious || shared_.has_bad_keys[stage]) looked_at = tile + 1;
         meet();
         if (__shfl_sync(0xffffffff, looked_at, 0) != tile + 1) return false;
-        uint32_t (&bad_keys)[(c.key_tile + 31) / 32] = shared_.bad_keys[stage];
+        uint32_t(&bad_keys)[(c.key_tile + 31) / 32] = shared_.bad_keys[stage];
         note_bad_rows<dtype, 128, KeyTile>(keys_at, bad_keys);
         meet();
         shared_.has_bad_keys[stage] = true;
@@ -424,7 +421,7 @@ class QueryGradient {
     __device__ __forceinline__ void mask(Scores& ds, const ForwardPlan& plan, uint32_t tile,
                                          bool has_bad_keys) const {
         const RowSight sight(plan, shared_.notes[tile % Shared::kNotes], 0);
-        const uint32_t (&bad_keys)[(c.key_tile + 31) / 32] = shared_.bad_keys[tile % c.stages];
+        const uint32_t(&bad_keys)[(c.key_tile + 31) / 32] = shared_.bad_keys[tile % c.stages];
 #pragma unroll
         for (int r = 0; r < Scores::rows; ++r) {
             const Interval keys = sight[warp_row() + Scores::row(r)];
