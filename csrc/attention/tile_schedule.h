@@ -38,12 +38,13 @@ class TileSchedule {
           partial_(false),
           blocks_{nullptr, 0, 0} {}
 
-    // With a block list the granularity must divide the block.
+    // With a block list the granularity must divide the block. merges: neighbouring blocks of a kind make one
+    // span; else each is one of its own, and no more of the list is read than is needed.
     FLASH_HOST_DEVICE TileSchedule(Interval first_row, Interval last_row, Position granularity,
-                                   const BlockList& blocks)
+                                   const BlockList& blocks, bool merges = true)
         : TileSchedule(first_row, last_row, granularity) {
         blocks_ = blocks;
-        merges_ = granularity == 1;
+        merges_ = merges;
         span_end_ = position_;
     }
 
@@ -63,8 +64,7 @@ class TileSchedule {
     }
 
   private:
-    // Neighbouring blocks of a kind make one span for an engine whose tiles may begin anywhere, so that they
-    // need not end at each block.
+    // Merged, so that an engine's tiles need not end at each block, or next_span be called for it.
     FLASH_HOST_DEVICE bool next_span() {
         if (blocks_.count == 0) return false;
         const Position first = blocks_.first();

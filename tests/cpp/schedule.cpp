@@ -31,11 +31,11 @@ static bool sees(const ForwardProblem& p, int64_t query, int64_t key) {
 }
 
 static bool check_tile(const Case& c, const Mask& mask, const BlockLists& lists, Interval tile,
-                       int64_t granularity) {
+                       int64_t granularity, bool merges) {
     const auto visible = [&](int64_t row) { return c.transposed ? mask.queries_of(row) : mask.keys_of(row); };
     const Interval first = visible(tile.begin), last = visible(tile.end - 1);
     TileSchedule schedule =
-        lists.counts ? TileSchedule(first, last, granularity, block_list_of(lists, 0, 0, tile.begin))
+        lists.counts ? TileSchedule(first, last, granularity, block_list_of(lists, 0, 0, tile.begin), merges)
                      : TileSchedule(first, last, granularity);
     std::vector<char> visited(size_t(c.columns()), 0);
     int64_t position = 0;
@@ -107,7 +107,7 @@ int main() {
             if (tile.empty()) continue;
             covered += tile.end - tile.begin;
             ++tiles;
-            if (check_tile(c, mask, lists, tile, granularity)) continue;
+            if (check_tile(c, mask, lists, tile, granularity, i % 2)) continue;
             std::fprintf(stderr,
                          "wrong: Sq %ld Sk %ld left %ld right %ld transposed %d rows [%ld, %ld) granularity "
                          "%ld blocks %ld x %ld\n",

@@ -116,7 +116,8 @@ struct BackwardPlan {
         start.schedule =
             lists.counts
                 ? TileSchedule(first, last, c.query_tile,
-                               block_list_of(lists, tile.batch, tile.head * tile.group, tile.rows.begin))
+                               block_list_of(lists, tile.batch, tile.head * tile.group, tile.rows.begin),
+                               false)
                 : TileSchedule(first, last, c.query_tile);
         start.next();
         has_queries = start.run.begin < start.run.end;
