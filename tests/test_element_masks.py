@@ -275,6 +275,13 @@ def test_quarters_of_blocks(shape, device):
     assert torch.equal(lists.block_map.cpu()[0, 0], torch.tensor(blocks))
 
 
+@pytest.mark.parametrize("features", [*FEATURES, {"window_size": (131, 77), "head_dim": 40}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_hidden_quarters_of_blocks(dtype, features, device):
+    mask = block_maps.mask_of_quarters(300, 450)[:, :1].to(device)
+    check(make_case(dtype, 300, 450, device, **features), mask)
+
+
 @pytest.mark.parametrize("shape", ["BHqk", "1Hqk", "B1qk", "11qk", "B11k", "1111"])
 def test_same_bits_in_every_run(shape, threads, device):
     """The gradient of a bias is summed over what it is broadcast along, in a fixed order."""

@@ -12,6 +12,24 @@
 
 namespace flash::cpu::FLASH_CPU_ISA {
 
+// Takes from a panel's span, whose lanes are `rows`, the half of the tile's block that is hidden from its
+// half of the block's rows. Returns whether bits hide scores of what is left. Of what keep_shown does this is
+// cheap enough for masks that hide a little everywhere.
+template <int64_t kStep, class Tile>
+bool keep_listed(PanelSpan& span, const Tile& tile, Interval rows) {
+    constexpr Position half = kMaskBlock / 2;
+    const int row_half = rows.begin / half % 2;
+    const Quarter left = quarter_of(tile.listed, row_half, 0), right = quarter_of(tile.listed, row_half, 1);
+    const int64_t middle = block_of(tile.listed) * int64_t(kMaskBlock) + half - tile.positions.begin;
+    if (middle % kStep != 0) return true;
+    int64_t begin = span.offset, end = begin + span.count;
+    if (left == Quarter::hidden) begin = std::max(begin, middle);
+    if (right == Quarter::hidden) end = std::min(end, middle);
+    span.offset = begin;
+    span.count = end - begin;
+    return (begin < middle && left != Quarter::seen) || (end > middle && right != Quarter::seen);
+}
+
 // Takes from a panel's span the keys at both ends that bits hide from all its queries, in whole steps:
 // blocks, by which a mask is listed, are coarse, and under a diagonal half of each is hidden. Returns whether
 // bits hide scores of what is left.

@@ -63,10 +63,8 @@ class KeyGradientTask {
             QueryTiles tiles(mask.queries_of(keys.begin), mask.queries_of(keys.end - 1),
                              problem_.query_blocks, batch, head, keys.begin);
             for (typename QueryTiles::Tile tile; tiles.next(tile);) {
-                has_addends_ = problem_.bias.data || tile.partial;
-                load_queries(head, tile.positions, tile.masked || has_addends_);
-                for (int64_t panel = 0; panel < panels; ++panel)
-                    accumulate(panel, head, tile.positions, transform);
+                load_queries(head, tile.positions, tile.masked || problem_.bias.data || tile.partial);
+                for (int64_t panel = 0; panel < panels; ++panel) accumulate(panel, head, tile, transform);
             }
         }
         for (int64_t panel = 0; panel < panels; ++panel) finish(panel);
@@ -101,13 +99,15 @@ class KeyGradientTask {
         finite_ = !masked || (all_finite(queries_, count * ld_) && all_finite(dout_, count * value_ld_));
     }
 
-    void accumulate(int64_t index, int64_t head, Interval tile,
+    void accumulate(int64_t index, int64_t head, const typename QueryTiles::Tile& tile,
                     const ScoreTransform<VectorMath<Real>>& transform) {
         const Panel<Real>& panel = panels_[index];
-        PanelSpan span = panel.template span<kStep>(tile);
+        PanelSpan span = panel.template span<kStep>(tile.positions);
+        const bool hides = tile.partial && keep_listed<kStep>(span, tile, panel.positions());
         if (span.count <= 0) return;
-        span.masked |= has_addends_;
-        const int64_t first_query = tile.begin + span.offset;
+        const bool has_addends = problem_.bias.data || hides;
+        span.masked |= has_addends;
+        const int64_t first_query = tile.positions.begin + span.offset;
         const Interval queries{first_query, first_query + span.count};
         gemm<Order::row_major>(span.count, kPanel, depth_, queries_ + span.offset * ld_, ld_, keys_[index],
                                kPanel, dots_, kPanel, Result::overwrite);
@@ -116,11 +116,11 @@ class KeyGradientTask {
         const bool dropout = problem_.dropout_threshold;
         if (dropout)
             fill_dropout_tile(keep_, Dropout(problem_, batch_, head), queries, kPanel, panel.positions(), 1);
-        if (has_addends_)
+        if (has_addends)
             fill_addend_tile<Element>(addends_, problem_, batch_, head, queries, kPanel, panel.positions(),
                                       1);
         differentiate<Lanes::keys, Operand>({dots_, gradients_, dropout ? keep_ : nullptr,
-                                             has_addends_ ? addends_ : nullptr, nullptr, first_query},
+                                             has_addends ? addends_ : nullptr, nullptr, first_query},
                                             panel, span, transform,
                                             {statistics_.lse + span.offset, statistics_.delta + span.offset});
         const bool selecting = span.masked && !finite_;
@@ -156,7 +156,6 @@ class KeyGradientTask {
     const int64_t depth_, value_depth_;      // operands along D and Dv
     const int64_t columns_, value_columns_;  // D and Dv in whole strips of columns
     const int64_t ld_, value_ld_;  // of the plain tiles; without Pairs they are the stacked ones too
-    bool has_addends_ = false;     // the tile, or hidden scores
     int64_t batch_, key_head_;
     Sequence sequence_;
     bool finite_;

@@ -60,9 +60,8 @@ class QueryGradientTask {
         KeyTiles tiles(mask.keys_of(queries.begin), mask.keys_of(queries.end - 1), problem_.key_blocks, batch,
                        head, queries.begin);
         for (typename KeyTiles::Tile tile; tiles.next(tile);) {
-            has_addends_ = problem_.bias.data || tile.partial;
-            load_keys(tile.positions, tile.masked || has_addends_);
-            for (int64_t panel = 0; panel < panels; ++panel) accumulate(panel, tile.positions, transform);
+            load_keys(tile.positions, tile.masked || problem_.bias.data || tile.partial);
+            for (int64_t panel = 0; panel < panels; ++panel) accumulate(panel, tile, transform);
         }
         for (int64_t panel = 0; panel < panels; ++panel) finish(panel);
     }
@@ -94,12 +93,15 @@ class QueryGradientTask {
                    problem_.v.row_stride, count, count, problem_.head_dim_v);
     }
 
-    void accumulate(int64_t index, Interval tile, const ScoreTransform<VectorMath<Real>>& transform) {
+    void accumulate(int64_t index, const typename KeyTiles::Tile& tile,
+                    const ScoreTransform<VectorMath<Real>>& transform) {
         const Panel<Real>& panel = panels_[index];
-        PanelSpan span = panel.template span<kStep>(tile);
+        PanelSpan span = panel.template span<kStep>(tile.positions);
+        const bool hides = tile.partial && keep_listed<kStep>(span, tile, panel.positions());
         if (span.count <= 0) return;
-        span.masked |= has_addends_;
-        const int64_t first_key = tile.begin + span.offset;
+        const bool has_addends = problem_.bias.data || hides;
+        span.masked |= has_addends;
+        const int64_t first_key = tile.positions.begin + span.offset;
         const Interval keys{first_key, first_key + span.count};
         gemm<Order::row_major>(span.count, kPanel, depth_, keys_ + span.offset * depth_, depth_,
                                queries_[index], kPanel, dots_, kPanel, Result::overwrite);
@@ -108,11 +110,11 @@ class QueryGradientTask {
         const bool dropout = problem_.dropout_threshold;
         if (dropout)
             fill_dropout_tile(keep_, Dropout(problem_, batch_, head_), panel.positions(), 1, keys, kPanel);
-        if (has_addends_)
+        if (has_addends)
             fill_addend_tile<Element>(addends_, problem_, batch_, head_, panel.positions(), 1, keys, kPanel);
         Real* const bias_gradient = backward_.dbias.data ? bias_gradient_ : nullptr;
         differentiate<Lanes::queries, Operand>({dots_, gradients_, dropout ? keep_ : nullptr,
-                                                has_addends_ ? addends_ : nullptr, bias_gradient, first_key},
+                                                has_addends ? addends_ : nullptr, bias_gradient, first_key},
                                                panel, span, transform, statistics_[index]);
         if (bias_gradient) add_bias_gradient(panel.positions(), keys);
         stacked_keys_.add_product(dq_[index], span, reinterpret_cast<const Operand*>(gradients_));
@@ -138,7 +140,6 @@ class QueryGradientTask {
     const BackwardProblem& backward_;
     const int64_t depth_, value_depth_;  // operands along D and Dv
     const int64_t rows_of_dq_;           // D in whole vectors; without Pairs it equals depth
-    bool has_addends_ = false;           // the tile, or hidden scores
     Operand* const keys_;                // [kKeyTile][depth]
     StackedTile<Operand> stacked_keys_;  // the same rows
     int64_t batch_, head_;

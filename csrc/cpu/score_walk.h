@@ -19,13 +19,14 @@ class ScheduledTiles {
     struct Tile {
         Interval positions;
         bool masked, partial;
+        int32_t listed;  // if it is partial: the block as the list has it, which is all of a tile's
     };
 
     ScheduledTiles(Interval first_row, Interval last_row, const BlockLists& lists, int64_t batch,
                    int64_t head, int64_t row)
-        : schedule_(lists.counts
-                        ? TileSchedule(first_row, last_row, 1, block_list_of(lists, batch, head, row))
-                        : TileSchedule(first_row, last_row, 1)) {
+        : list_(lists.counts ? block_list_of(lists, batch, head, row) : BlockList{nullptr, 0, 0}),
+          schedule_(lists.counts ? TileSchedule(first_row, last_row, 1, list_)
+                                 : TileSchedule(first_row, last_row, 1)) {
         more_ = schedule_.next(run_);
     }
 
@@ -33,7 +34,7 @@ class ScheduledTiles {
         while (more_ && run_.begin >= run_.end) more_ = schedule_.next(run_);
         if (!more_) return false;
         const int64_t boundary = (run_.begin / kTile + 1) * kTile;
-        tile = {{run_.begin, run_.begin}, false, false};
+        tile = {{run_.begin, run_.begin}, false, false, 0};
         while (more_ && run_.begin == tile.positions.end && tile.positions.end < boundary) {
             tile.positions.end = run_.end < boundary ? run_.end : boundary;
             tile.masked |= run_.masked && run_.begin < run_.end;
@@ -41,10 +42,12 @@ class ScheduledTiles {
             run_.begin = tile.positions.end;
             if (run_.begin >= run_.end) more_ = schedule_.next(run_);
         }
+        if (tile.partial) tile.listed = *list_.within(tile.positions).indices;
         return true;
     }
 
   private:
+    BlockList list_;
     TileSchedule schedule_;
     Run run_{0, 0, false};
     bool more_;
