@@ -60,12 +60,16 @@ class BlockSparseMask:
     def from_quarters(cls, some, holes, block_size):
         """Mask of an AttentionMask's blocks: of each quarter, bool [1 or B, 1 or H, 2 Mq, 2 Nk], whether some
         of its elements are visible, and whether some are hidden."""
-        hidden = holes * (2 - some.int())
-        lists = []
-        shifts = torch.arange(_BLOCK_BITS, _BLOCK_BITS + 8, 2, dtype=torch.int32, device=hidden.device)
-        for some, hidden in ((some, hidden), (some.transpose(-1, -2), hidden.transpose(-1, -2))):
-            lists += _compressed(_by_block(some).any(-1), (_by_block(hidden) << shifts).sum(-1))
-        return cls((block_size, block_size), *lists)
+        matrices, rows, columns = some.shape[:2], some.shape[2] // 2, some.shape[3] // 2
+        some, holes = (x.view(*matrices, rows, 2, columns, 2) for x in (some, holes))
+        listed, hidden = some.any(5).any(3), holes * (2 - some.int())
+        bits = torch.arange(_BLOCK_BITS, _BLOCK_BITS + 8, 2, dtype=torch.int32, device=some.device)
+        bits = bits.view(2, 1, 2)
+        by_queries, by_keys = ((hidden << x).sum((3, 5)) for x in (bits, bits.transpose(0, 2)))
+        return cls(
+            (block_size, block_size), *_compressed(listed, by_queries),
+            *_compressed(listed.transpose(-1, -2), by_keys.transpose(-1, -2)),
+        )
 
     @property
     def block_map(self):
@@ -93,16 +97,10 @@ class BlockSparseMask:
 _BLOCK_BITS = 23  # kBlockBits in csrc/attention/block_mask.h
 
 
-def _by_block(quarters):
-    """[..., 2 M, 2 N] as [..., M, N, 4]"""
-    halves = quarters.unflatten(-1, (-1, 2)).unflatten(-3, (-1, 2))
-    return halves.transpose(-2, -3).flatten(-2)
-
-
 def _compressed(block_map, hidden=None):
     counts = block_map.sum(-1, dtype=torch.int32)
     # A stable sort puts the present blocks first, still ascending, without reading the map on the host.
-    indices = torch.sort((~block_map).to(torch.uint8), dim=-1, stable=True).indices
+    indices = torch.sort(block_map.to(torch.uint8), dim=-1, descending=True, stable=True).indices
     if hidden is not None:
         indices = indices + hidden.gather(-1, indices)
     return counts, indices.to(torch.int32)
