@@ -141,7 +141,7 @@ struct Walk {
         // Under a diagonal blocks come in turns by themselves, if they begin so. For long sequences, and
         // where many blocks share a head, it takes longer to tell each other than to clear sums and to finish
         // them.
-        const bool shares = problem.batch * problem.heads_k * 5 < device.multiprocessors * 3;
+        const bool shares = problem.batch * problem.heads_q * 5 < device.multiprocessors * 3;
         const bool pays =
             problem.window_right >= 0 && !shares && problem.seqlen_k * kConfiguration.head_dim <= 1 << 17;
         return problem.deterministic || pays ? BackwardOrder::turns : BackwardOrder::by_length;
