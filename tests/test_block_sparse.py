@@ -160,3 +160,11 @@ def test_one_mask_for_several_calls(device):
     first = flash_attn.flash_attn_block_sparse_func(q, k, v, mask)
     flash_attn.flash_attn_block_sparse_func(q.bfloat16(), k.bfloat16(), v.bfloat16(), mask)
     assert torch.equal(flash_attn.flash_attn_block_sparse_func(q, k, v, mask), first)
+
+
+def test_more_blocks_than_an_index_has_room_for():
+    """What is above bit 23 says what is hidden of a block."""
+    q, k = torch.zeros(1, 1, 1, 1), torch.zeros(1, 2**23, 1, 1)
+    mask = flash_attn.BlockSparseMask.from_block_map(torch.zeros(1, 1, 1, 2**23, dtype=torch.bool), 1)
+    with pytest.raises(RuntimeError, match="fewer than 8388608"):
+        flash_attn.flash_attn_block_sparse_func(q, k, k, mask)

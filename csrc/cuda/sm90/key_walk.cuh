@@ -62,8 +62,8 @@ class KeyWalk {
     __device__ __forceinline__ uint32_t hidden() const {
         return hidden_ >> (kTile <= kHalf && first_ & kHalf ? kBits : 0) & (some_hidden | all_hidden);
     }
-    // Behind what the lane's list has and its rows see, once its last block is known; before, behind what they
-    // see.
+    // Behind what the lane's list has and its rows see, once its last block is known; before, behind what
+    // those see.
     __device__ __forceinline__ Position list_end() const { return list_end_; }
     // Where the last tile of those ends.
     __device__ __forceinline__ Position last() const { return last_; }
