@@ -99,7 +99,7 @@ def test_tiles_of_several_rows_of_blocks(heads_k, head_dim, rows, which, feature
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_quarters_of_blocks(deterministic, head_dim, seqlen_k, features):
-    """deterministic: else so few queries are another kernel's, forward; then, backward."""
+    """So few queries Hopper's forward takes only if deterministic, its backward under a map only if not."""
     case = Case(torch.bfloat16, 2, 450, seqlen_k, 2, 2, head_dim, device=DEVICE, **features)
     mask = block_maps.mask_of_quarters(450, seqlen_k).to(DEVICE)
     inputs, dlse = case.draw(), case.draw_dlse()

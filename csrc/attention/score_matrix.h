@@ -11,6 +11,7 @@ namespace flash {
 // Queries and keys of a block of an element mask. Rows of bits are padded to whole blocks, with zeros, so
 // that they can be read in vectors.
 constexpr int64_t kMaskBlock = 128;
+constexpr Position kMaskQuarter = kMaskBlock / 2;  // of a block's quarter (block_mask.h)
 
 FLASH_HOST_DEVICE int64_t mask_blocks(int64_t length) {
     return (length + kMaskBlock - 1) / kMaskBlock;
@@ -44,10 +45,9 @@ FLASH_HOST_DEVICE void pack_word(const MaskPacking& packing, int64_t index) {
     uint32_t packed = 0;
     for (int64_t i = 0; i < count; ++i) packed |= uint32_t(from[i]) << i;
     packing.bits[index] = packed;
-    constexpr int64_t quarter = kMaskBlock / 2;
     const int64_t quarter_row =
-        row / packing.rows * mask_blocks(packing.rows) * 2 + row % packing.rows / quarter;
-    const int64_t place = quarter_row * mask_blocks(packing.columns) * 2 + first / quarter;
+        row / packing.rows * mask_blocks(packing.rows) * 2 + row % packing.rows / kMaskQuarter;
+    const int64_t place = quarter_row * mask_blocks(packing.columns) * 2 + first / kMaskQuarter;
     const uint32_t all = count == 32 ? ~0u : (1u << count) - 1;
     if (packed) packing.some[place] = true;
     if (packed != all) packing.holes[place] = true;

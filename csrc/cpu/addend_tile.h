@@ -17,10 +17,9 @@ namespace flash::cpu::FLASH_CPU_ISA {
 // cheap enough for masks that hide a little everywhere.
 template <int64_t kStep, class Tile>
 bool keep_listed(PanelSpan& span, const Tile& tile, Interval rows) {
-    constexpr Position half = kMaskBlock / 2;
-    const int row_half = rows.begin / half % 2;
+    const int row_half = rows.begin / kMaskQuarter % 2;
     const Quarter left = quarter_of(tile.listed, row_half, 0), right = quarter_of(tile.listed, row_half, 1);
-    const int64_t middle = block_of(tile.listed) * int64_t(kMaskBlock) + half - tile.positions.begin;
+    const int64_t middle = block_of(tile.listed) * kMaskBlock + kMaskQuarter - tile.positions.begin;
     if (middle % kStep != 0) return true;
     int64_t begin = span.offset, end = begin + span.count;
     if (left == Quarter::hidden) begin = std::max(begin, middle);

@@ -132,7 +132,7 @@ struct ForwardPlan {
             start.visited = {visible(tile.rows.begin).begin / c.key_tile * c.key_tile,
                              visible(tile.rows.end - 1).end};
             start.mapped = problem.key_blocks.counts;
-            start.row_halves = tile.first / 64;
+            start.row_halves = tile.first / kMaskQuarter;
             has_keys = start.mapped ? visitors != 0 : !start.visited.empty();
             multiply = has_keys && careful ? ~0u : visitors;
         }
@@ -142,12 +142,11 @@ struct ForwardPlan {
     // Whether the 64 queries from `first` on, which see `some` but for bits, see any of a block of an element
     // mask.
     __device__ static bool sees(int32_t listed, Position first, const Interval& some) {
-        constexpr Position half = kMaskBlock / 2;
         bool sees = !is_partial(listed);
         for (int i = 0; i < 2; ++i) {
-            const Position begin = block_of(listed) * Position(kMaskBlock) + i * half;
-            sees |= quarter_of(listed, first / half % 2, i) != Quarter::hidden &&
-                    !intersection({begin, begin + half}, some).empty();
+            const Position begin = block_of(listed) * Position(kMaskBlock) + i * kMaskQuarter;
+            sees |= quarter_of(listed, first / kMaskQuarter % 2, i) != Quarter::hidden &&
+                    !intersection({begin, begin + kMaskQuarter}, some).empty();
         }
         return sees;
     }

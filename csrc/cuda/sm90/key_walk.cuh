@@ -60,12 +60,13 @@ class KeyWalk {
     __device__ __forceinline__ Position first() const { return first_; }
     // Of the tile, for the lane.
     __device__ __forceinline__ uint32_t hidden() const {
-        return hidden_ >> (kTile <= kHalf && first_ & kHalf ? kBits : 0) & (some_hidden | all_hidden);
+        return hidden_ >> (kTile <= kMaskQuarter && first_ & kMaskQuarter ? kBits : 0) &
+               (some_hidden | all_hidden);
     }
     // Behind what the lane's list has and its rows see, once its last block is known; before, behind what
     // those see.
     __device__ __forceinline__ Position list_end() const { return list_end_; }
-    // Where the last tile of those ends.
+    // Behind what any list has and its rows see.
     __device__ __forceinline__ Position last() const { return last_; }
 
     __device__ __forceinline__ void advance(const BlockLists& map) {
@@ -81,7 +82,6 @@ class KeyWalk {
     }
 
   private:
-    static constexpr Position kHalf = kMaskBlock / 2;
     static constexpr int kBits = 2;                // of a half of a block's columns
     static constexpr uint32_t kListed = 1u << 31;  // the lane's list has the block
 
@@ -89,7 +89,7 @@ class KeyWalk {
         following_ = left_ > 1 ? indices_[1] : KeyStart::kNone;
         if (left_ > 1) return;
         const bool half = quarter_of(index_, row_half_, 1) == Quarter::hidden;
-        const Position end = (block_of(index_) + 1) * Position(map.column_block) - (half ? kHalf : 0);
+        const Position end = (block_of(index_) + 1) * Position(map.column_block) - (half ? kMaskQuarter : 0);
         list_end_ = left_ > 0 ? min(list_end_, end) : 0;
     }
 
@@ -104,9 +104,9 @@ class KeyWalk {
         if (mine == index) {
             const uint32_t left = hidden_of(0), right = hidden_of(1);
             // A tile of both halves is hidden where both are.
-            hidden_ =
-                kListed | (kTile <= kHalf ? left | right << kBits
-                                          : left & right & all_hidden | (left | right ? some_hidden : 0));
+            hidden_ = kListed |
+                      (kTile <= kMaskQuarter ? left | right << kBits
+                                             : left & right & all_hidden | (left | right ? some_hidden : 0));
         } else {
             hidden_ = all_hidden | all_hidden << kBits;
         }
