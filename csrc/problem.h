@@ -95,13 +95,16 @@ struct ForwardProblem {
     int64_t splits = 0;  // blocks of a GPU that share the keys of a query tile; 0: as many as fill it
 };
 
-// A bool mask to be packed into ForwardProblem::visible, and its blocks' quarters to be classified.
+// A bool mask to be packed into ForwardProblem::visible, and its blocks to be listed.
 struct MaskPacking {
     const bool* mask;  // [matrices, rows, columns]
     int64_t matrices, rows, columns;
-    uint32_t* bits;  // [matrices, rows, mask_words(columns)]
-    bool* some;      // [matrices, 2 * blocks of rows, 2 * blocks of columns]: a score exists; false on entry
-    bool* holes;     // the same: one is hidden
+    int64_t queries;  // rows, or how many share the one row
+    uint32_t* bits;   // [matrices, rows, mask_words(columns)]
+    bool* some;       // [matrices, 2 * blocks of rows, 2 * blocks of columns]: a score exists; false on entry
+    bool* holes;      // the same: one is hidden
+    // BlockLists of each matrix: of its blocks of queries, and the transpose.
+    int32_t *key_counts, *key_indices, *query_counts, *query_indices;
 };
 
 struct BackwardProblem {

@@ -37,12 +37,8 @@ class AttentionMask:
                 "float mask is an attn_bias)"
             )
         mask = four_dimensions("attn_mask", mask, seqlen_q, seqlen_k)
-        bits, *maps = operators.pack_mask(mask)
-        if mask.shape[2] == 1:  # a row for all
-            rows = 2 * -(-seqlen_q // operators.MASK_BLOCK)
-            maps = [quarters[:, :, :1].expand(-1, -1, rows, -1) for quarters in maps]
-        some, holes = maps
-        blocks = BlockSparseMask.from_quarters(some, holes, operators.MASK_BLOCK)
+        bits, *lists = operators.pack_mask(mask, seqlen_q)
+        blocks = BlockSparseMask((operators.MASK_BLOCK, operators.MASK_BLOCK), *lists)
         return cls(bits, blocks, seqlen_q, seqlen_k)
 
 

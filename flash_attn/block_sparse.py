@@ -56,27 +56,14 @@ class BlockSparseMask:
             )
         return cls(tuple(sizes), *_compressed(block_map), *_compressed(block_map.transpose(-1, -2)))
 
-    @classmethod
-    def from_quarters(cls, some, holes, block_size):
-        """Mask of an AttentionMask's blocks: of each quarter, bool [1 or B, 1 or H, 2 Mq, 2 Nk], whether some
-        of its elements are visible, and whether some are hidden."""
-        matrices, rows, columns = some.shape[:2], some.shape[2] // 2, some.shape[3] // 2
-        some, holes = (x.view(*matrices, rows, 2, columns, 2) for x in (some, holes))
-        listed, hidden = some.any(5).any(3), holes * (2 - some.int())
-        bits = torch.arange(_BLOCK_BITS, _BLOCK_BITS + 8, 2, dtype=torch.int32, device=some.device)
-        bits = bits.view(2, 1, 2)
-        by_queries, by_keys = ((hidden << x).sum((3, 5)) for x in (bits, bits.transpose(0, 2)))
-        return cls(
-            (block_size, block_size), *_compressed(listed, by_queries),
-            *_compressed(listed.transpose(-1, -2), by_keys.transpose(-1, -2)),
-        )
-
     @property
     def block_map(self):
         """bool [1 or B, 1 or H, Mq, Nk]: the map that the mask was made from."""
-        listed = torch.arange(self.key_block_indices.shape[-1], device=self.key_block_counts.device)
+        blocks = self.key_block_indices.shape[-1]
+        listed = torch.arange(blocks, device=self.key_block_counts.device)
         listed = listed < self.key_block_counts.unsqueeze(-1)
-        return torch.zeros_like(listed).scatter_(-1, self.key_block_indices.long() % 2**_BLOCK_BITS, listed)
+        places = torch.where(listed, self.key_block_indices.long() % 2**_BLOCK_BITS, blocks)
+        return torch.nn.functional.pad(torch.zeros_like(listed), (0, 1)).scatter_(-1, places, True)[..., :-1]
 
     @property
     def density(self):
@@ -97,12 +84,10 @@ class BlockSparseMask:
 _BLOCK_BITS = 23  # kBlockBits in csrc/attention/block_mask.h
 
 
-def _compressed(block_map, hidden=None):
+def _compressed(block_map):
     counts = block_map.sum(-1, dtype=torch.int32)
     # A stable sort puts the present blocks first, still ascending, without reading the map on the host.
     indices = torch.sort(block_map.to(torch.uint8), dim=-1, descending=True, stable=True).indices
-    if hidden is not None:
-        indices = indices + hidden.gather(-1, indices)
     return counts, indices.to(torch.int32)
 
 

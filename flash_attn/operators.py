@@ -9,7 +9,7 @@ options::
     attention_probabilities(q, k, v, *options) -> S_dmask
     plain_attention_forward, plain_attention_backward: the same with plain_options alone, for calls that
                      nobody traces
-    pack_mask(mask) -> (attn_mask, some, holes): bits, and what quarters of blocks of MASK_BLOCK^2 hold
+    pack_mask(mask, seqlen_q) -> (attn_mask, *lists): bits, and BlockSparseMask's lists of their blocks
     attention_cached(q, k, v, cu_seqlens_q, max_seqlen_q, cache_seqlens, cache_leftpad, cache_batch_idx,
                      block_table, alibi_slopes, softmax_scale, window_size_left, window_size_right, softcap,
                      num_splits) -> (out, lse)
@@ -90,11 +90,11 @@ def _(dout, dlse, q, k, v, out, lse, *options):
 
 
 @torch.library.register_fake("flash_attn::pack_mask")
-def _(mask):
-    block_rows, block_columns = ((size + MASK_BLOCK - 1) // MASK_BLOCK for size in mask.shape[2:])
-    bits = mask.new_empty((*mask.shape[:3], block_columns * (MASK_BLOCK // 32)), dtype=torch.int32)
-    some, holes = (mask.new_empty((*mask.shape[:2], 2 * block_rows, 2 * block_columns)) for _ in range(2))
-    return bits, some, holes
+def _(mask, seqlen_q):
+    rows, columns = ((size + MASK_BLOCK - 1) // MASK_BLOCK for size in (seqlen_q, mask.shape[3]))
+    words = columns * (MASK_BLOCK // 32)
+    shapes = ((mask.shape[2], words), (rows,), (rows, columns), (columns,), (columns, rows))
+    return tuple(mask.new_empty((*mask.shape[:2], *shape), dtype=torch.int32) for shape in shapes)
 
 
 @torch.library.register_fake("flash_attn::attention_probabilities")

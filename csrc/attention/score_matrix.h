@@ -3,6 +3,7 @@
 #pragma once
 
 #include "../problem.h"
+#include "block_mask.h"
 #include "host_device.h"
 #include "mask.h"
 
@@ -56,5 +57,58 @@ FLASH_HOST_DEVICE void pack_word(const MaskPacking& packing, int64_t index) {
 FLASH_HOST_DEVICE int64_t words_of(const MaskPacking& packing) {
     return packing.matrices * packing.rows * mask_words(packing.columns);
 }
+
+// The list of one block row of queries, or of keys, when all words are packed.
+class MaskList {
+  public:
+    FLASH_HOST_DEVICE static int64_t count_of(const MaskPacking& packing) {
+        return packing.matrices * (mask_blocks(packing.queries) + mask_blocks(packing.columns));
+    }
+
+    FLASH_HOST_DEVICE MaskList(const MaskPacking& packing, int64_t index)
+        : packing_(packing), rows_(mask_blocks(packing.queries)), columns_(mask_blocks(packing.columns)) {
+        matrix_ = index / (rows_ + columns_);
+        row_ = index % (rows_ + columns_);
+        of_queries_ = row_ < rows_;
+        if (!of_queries_) row_ -= rows_;
+    }
+
+    FLASH_HOST_DEVICE int64_t capacity() const { return of_queries_ ? columns_ : rows_; }
+    FLASH_HOST_DEVICE int32_t* indices() const {
+        return of_queries_ ? packing_.key_indices + (matrix_ * rows_ + row_) * columns_
+                           : packing_.query_indices + (matrix_ * columns_ + row_) * rows_;
+    }
+    FLASH_HOST_DEVICE int32_t& count() const {
+        return of_queries_ ? packing_.key_counts[matrix_ * rows_ + row_]
+                           : packing_.query_counts[matrix_ * columns_ + row_];
+    }
+
+    // As it is to be listed; negative if nothing of it is visible.
+    FLASH_HOST_DEVICE int32_t block(int64_t column) const {
+        int32_t listed = int32_t(column);
+        bool any = false;
+        for (int r = 0; r < 2; ++r)
+            for (int c = 0; c < 2; ++c) {
+                const int64_t place = of_queries_ ? quarter(2 * row_ + r, 2 * column + c)
+                                                  : quarter(2 * column + c, 2 * row_ + r);
+                const bool some = packing_.some[place], holes = packing_.holes[place];
+                const Quarter kind = !holes ? Quarter::seen : some ? Quarter::partly_seen : Quarter::hidden;
+                listed |= int32_t(kind) << (kBlockBits + 4 * r + 2 * c);
+                any |= some;
+            }
+        return any ? listed : -1;
+    }
+
+  private:
+    FLASH_HOST_DEVICE int64_t quarter(int64_t row, int64_t column) const {
+        const int64_t rows = 2 * mask_blocks(packing_.rows);
+        return (matrix_ * rows + (packing_.rows == 1 ? 0 : row)) * 2 * columns_ + column;
+    }
+
+    const MaskPacking& packing_;
+    const int64_t rows_, columns_;
+    int64_t matrix_, row_;
+    bool of_queries_;
+};
 
 }  // namespace flash

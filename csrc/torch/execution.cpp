@@ -100,6 +100,13 @@ void execute(BackwardProblem problem, const Tensor& q) {
 void execute(const MaskPacking& packing, const Tensor& mask) {
     if (mask.is_cpu()) {
         for (int64_t index = 0; index < words_of(packing); ++index) pack_word(packing, index);
+        for (int64_t index = 0; index < MaskList::count_of(packing); ++index) {
+            const MaskList list(packing, index);
+            int32_t count = 0;
+            for (int64_t column = 0; column < list.capacity(); ++column)
+                if (const int32_t block = list.block(column); block >= 0) list.indices()[count++] = block;
+            list.count() = count;
+        }
         return;
     }
     const cuda::Device& device = device_of(mask);

@@ -34,7 +34,9 @@ STABLE_TORCH_LIBRARY(flash_attn, library) {
     library.def(
         "plain_attention_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, "
         "Tensor lse, " FLASH_PLAIN_OPTIONS ") -> (Tensor dq, Tensor dk, Tensor dv)");
-    library.def("pack_mask(Tensor mask) -> (Tensor bits, Tensor some, Tensor holes)");
+    library.def(
+        "pack_mask(Tensor mask, SymInt seqlen_q) -> (Tensor bits, Tensor key_block_counts, Tensor "
+        "key_block_indices, Tensor query_block_counts, Tensor query_block_indices)");
     // k and v are a cache [entries, capacity, Hk, D], or pages [entries, page_size, Hk, D] that block_table
     // int32 [B, pages of a sequence] puts together; the other cache_* int32 [B]. No gradients.
     library.def(

@@ -52,9 +52,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward_with_bias(Tensor d
                                                                         FLASH_OPTION_PARAMETERS);
 
 // mask: bool [B or 1, H or 1, Sq or 1, Sk], True where a score exists. bits: int32 [..., ceil(Sk / 128) * 4],
-// key j is bit j % 32 of word j / 32. some, holes: bool [..., 2 * ceil(Sq / 128), 2 * ceil(Sk / 128)],
-// whether any score of a block's quarter exists, and whether one is hidden.
-std::tuple<Tensor, Tensor, Tensor> pack_mask(Tensor mask);
+// key j is bit j % 32 of word j / 32. The rest are lists of blocks of 128 x 128 (BlockSparseMask) for
+// seqlen_q queries.
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> pack_mask(Tensor mask, int64_t seqlen_q);
 
 // exp(score - the row's maximum score) as [B, H, Sq, Sk] with both lengths rounded up to 128 (packed: of the
 // longest sequences); negative where dropout drops it, 0 where nothing is visible. Always made on the CPU.

@@ -15,6 +15,7 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -222,6 +223,9 @@ inline int __any_sync(unsigned, int mine) {
             if (lanes[lane]) *lanes[lane] = any;
     });
     return mine;
+}
+inline int __popc(unsigned bits) {
+    return std::popcount(bits);
 }
 template <class T, class Combine>
 T reduce_sync(T mine, const Combine& combine) {
