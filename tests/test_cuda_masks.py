@@ -58,7 +58,7 @@ def test_mask_of_grouped_heads(heads_k):
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 def test_what_a_mask_hides_does_not_matter(head_dim, value):
     """Whatever lies behind it, in K, V, Q or dO: the rows that don't see it keep their results."""
     case = Case(torch.bfloat16, 2, SEQLEN_Q, SEQLEN_K, 2, 2, head_dim, device=DEVICE)
@@ -80,7 +80,7 @@ def test_what_a_mask_hides_does_not_matter(head_dim, value):
 @pytest.mark.parametrize("features", [{}, {"causal": True}, {"window_size": (150, 70)}], ids=str)
 @pytest.mark.parametrize("which", block_maps.LISTED)
 @pytest.mark.parametrize("rows", [64, 128, 192, 256])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 @pytest.mark.parametrize("heads_k", [1, 2])
 def test_tiles_of_several_rows_of_blocks(heads_k, head_dim, rows, which, features):
     """deterministic: else so few queries are another kernel's."""
@@ -99,7 +99,7 @@ def test_tiles_of_several_rows_of_blocks(heads_k, head_dim, rows, which, feature
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_quarters_of_blocks(deterministic, head_dim, seqlen_k, features):
-    """So few queries Hopper's forward takes only if deterministic, its backward under a map only if not."""
+    """So few queries Hopper's forward takes only if deterministic; its backward up to 128 only if not."""
     case = Case(torch.bfloat16, 2, 450, seqlen_k, 2, 2, head_dim, device=DEVICE, **features)
     mask = block_maps.mask_of_quarters(450, seqlen_k).to(DEVICE)
     inputs, dlse = case.draw(), case.draw_dlse()

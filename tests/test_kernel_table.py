@@ -220,11 +220,12 @@ def test_what_hoppers_own_refuse_goes_to_no_wider_tile(which):
 
 @pytest.mark.skipif(not KERNELS or not runs_on(90), reason="this build is not for 9.0")
 def test_hoppers_backward_can_be_deterministic():
-    """But for maps of blocks: their blocks add in no order that it knows, or it takes none."""
+    """Under a map only where nothing is added up: else blocks add in no order that it knows."""
     for head_dim in (64, 96, 128, 192, 256):
         given = {"head_dim": head_dim, "deterministic": True}
         assert _C.plan(sizes(**given), chip(90))["backward"]["engine"] == "sm90"
-        assert _C.plan(sizes(block_size=(128, 128), **given), chip(90))["backward"]["engine"] == "sm80"
+        under_a_map = _C.plan(sizes(block_size=(128, 128), **given), chip(90))["backward"]["engine"]
+        assert under_a_map == ("sm90" if head_dim > 128 else "sm80")
 
 
 def efficiency(blocks, multiprocessors):

@@ -3,23 +3,16 @@ it can do. The inputs of `pytest tests`, which run on real engines, are many tim
 
 import dataclasses
 import functools
-from pathlib import Path
 
 import pytest
 import torch
 
-import block_maps
 import flash_attn
-import reference
 from acceptance import Expected
 from attention_case import Case, check_empty_rows
 from bias_gradient import bias_gradient, check_bias_gradient
+from emulated_case import HALF, SINGLE, case
 from gpu import check_neighbours_of_infinite_queries, deterministic_as_asked  # noqa: F401
-
-# `python -m pytest` in the repository would take the package there, whose engine is the CPU's.
-assert not Path(flash_attn.__file__).is_relative_to(Path(__file__).parents[2]), "not the emulated package"
-
-HALF, SINGLE = torch.bfloat16, torch.float32
 
 pytestmark = pytest.mark.usefixtures("deterministic_as_asked")
 FEATURES = {
@@ -41,11 +34,6 @@ TRANSFORMS = {
     "negative": {"softmax_scale": -0.2, "window_size": (-1, 30)},
     "spread": {"softmax_scale": 3.0, "softcap": 200.0},  # many probabilities are 0
 }
-
-
-def case(dtype, head_dim, seqlen_q=150, seqlen_k=200, **features):
-    options = {"num_heads": 2, "num_heads_k": 2, "head_dim": head_dim, **features}
-    return Case(dtype, 1, seqlen_q, seqlen_k, **options)
 
 
 @pytest.mark.parametrize("features", FEATURES)
@@ -251,85 +239,6 @@ def test_what_is_behind_the_diagonal_does_not_matter_to_the_gradient_of_a_bias(h
         gradients.append(bias_gradient(attend, bias, (q, k, v, dout), dlse)[:, :, :106])
     clean, dirty = gradients
     assert clean.isfinite().all() and torch.equal(clean, dirty)
-
-
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("block", [64, 128])
-def test_block_sparse(head_dim, block):
-    given = case(HALF, head_dim, 256, 300)
-    block_map = torch.rand(1, 2, -(-256 // block), -(-300 // block)) < 0.5
-    mask = flash_attn.BlockSparseMask.from_block_map(block_map, block)
-    q, k, v, dout = given.draw()
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    out, lse, _ = flash_attn.flash_attn_block_sparse_func(*leaves, mask, return_attn_probs=True)
-    gradients = torch.autograd.grad(out, leaves, dout)
-    visible = reference.expand_block_map(block_map, (block, block), 256, 300)
-    expected = Expected(given.attend(visible), *(x.detach() for x in leaves), dout)
-    expected.check(out=out.detach(), lse=lse, **dict(zip(("dq", "dk", "dv"), gradients, strict=True)))
-
-
-@pytest.mark.parametrize("features", [{}, {"causal": True}, {"window_size": (150, 70)}], ids=str)
-@pytest.mark.parametrize("which", block_maps.LISTED)
-@pytest.mark.parametrize("head_dim,rows", [(64, 64), (64, 128), (64, 256), (96, 128), (128, 64), (128, 128),
-                                           (256, 128)])
-def test_lists_of_warpgroups(head_dim, rows, which, features):
-    """A tile of queries lies in several rows of blocks."""
-    given = case(HALF, head_dim, 450, 1100, num_heads_k=1, **features)
-    block_map = block_maps.map_of(which, -(-450 // rows), 9)
-    visible = reference.expand_block_map(block_map, (rows, 128), 450, 1100)
-    q, k, v, _ = given.draw()
-    expected = Expected(given.attend(visible), q, k, v)
-    blocks = flash_attn.BlockSparseMask.from_block_map(block_map, (rows, 128))
-    out, lse, _ = flash_attn.flash_attn_block_sparse_func(q, k, v, blocks, return_attn_probs=True,
-                                                          **given.features())
-    expected.check(out=out, lse=lse)
-    assert (out[(lse == -torch.inf).movedim(1, 2)] == 0).all()
-    if rows == 128:
-        mask = visible & (torch.rand(visible.shape) < 0.8)
-        mask[:, :, :, :256] = visible[:, :, :, :256]  # without a hidden element
-        with torch.no_grad():
-            out, lse, _ = given.call(q, k, v, attn_mask=mask, return_attn_probs=True)
-        Expected(given.attend(mask), q, k, v).check(out=out, lse=lse)
-
-
-@pytest.mark.parametrize("features", [{}, {"causal": True}, {"window_size": (150, 70)}], ids=str)
-@pytest.mark.parametrize("seqlen_k", [450, 1400])  # at head dim 64, tiles of 64 keys and of 128
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_quarters_of_blocks(head_dim, seqlen_k, features):
-    given = case(HALF, head_dim, 300, seqlen_k, num_heads_k=1, **features)
-    mask = block_maps.mask_of_quarters(300, seqlen_k)
-    inputs, dlse = given.draw(), given.draw_dlse()
-    actual = given.run(inputs, dlse, attn_mask=mask)
-    expected = Expected(given.attend(mask), *inputs, dlse)
-    expected.check(**vars(actual))
-    check_empty_rows(actual, expected.exact.lse)
-
-
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
-@pytest.mark.parametrize("bits", [False, True])
-@pytest.mark.parametrize("head_dim,rows", [(64, 64), (64, 128), (96, 64), (128, 64), (128, 128), (256, 64)])
-def test_lists_of_warpgroups_with_care(head_dim, rows, bits, value):
-    """What is not finite in a block that some warpgroups of a tile list: as zeros there for the others."""
-    given = case(HALF, head_dim, 450, 900)
-    block_map = block_maps.map_of("in turn", -(-450 // rows), 8)
-    block_map[:, :, :, 6:] = True
-    visible = reference.expand_block_map(block_map, (rows, 128), 450, 900)
-    if bits:
-        visible = visible & (torch.arange(900) % 3 > 0)
-    mask = flash_attn.BlockSparseMask.from_block_map(block_map, (rows, 128))
-    results = []
-    for filled in (0.0, value):
-        q, k, v, _ = given.draw()
-        v[:, 3 * 128 + 10] = filled
-        if bits:
-            results.append(given.call(q, k, v, attn_mask=visible, return_attn_probs=True)[:2])
-        else:
-            results.append(flash_attn.flash_attn_block_sparse_func(q, k, v, mask, return_attn_probs=True)[:2])
-    (clean, clean_lse), (dirty, dirty_lse) = results
-    sees = visible[0, :, :, 3 * 128 + 10].T
-    assert torch.equal(clean_lse, dirty_lse)
-    assert torch.equal(clean[0][~sees], dirty[0][~sees])
-    assert not dirty[0][sees].isfinite().any()
 
 
 @pytest.mark.parametrize("num_splits", [1, 3])

@@ -72,11 +72,6 @@ class BackwardConsumer {
     using Scores = Fragment<16, c.query_tile>;
     using Operand = RegisterOperand<dtype, 16, c.query_tile>;
     using Gradient = Fragment<16, c.head_dim>;
-    // The mask's bits of the warp's 16 keys, which are in one word of a query's: each lane has the words of
-    // every 32nd query.
-    struct Words {
-        uint32_t of[c.query_tile / 32];
-    };
     using Dq = sm90::Dq<dtype, c>;
     // As the copies leave them.
     using KeyTile = TileLayout<c.key_tile, c.columns(), 2, kPanel>;
@@ -159,9 +154,9 @@ class BackwardConsumer {
         look_for_bad_keys(s, tile);
         while (true) {
             const QueryNote& note = shared_.notes[n % c.stages];
-            Words words{};
-            if (flags & QueryNote::masked && note.bits)
-                words = words_of(note);  // on their way while S is waited for
+            QueryWords<c> words{};
+            if (flags & QueryNote::masked && note.bits)  // on their way while S is waited for
+                words.load(problem_.forward, shared_, note, warp_row());
             wgmma_wait<1>();
             keep(registers_of(s));
             if constexpr (c.transformed) {
@@ -318,42 +313,13 @@ class BackwardConsumer {
                 });
     }
 
-    __device__ __forceinline__ Words words_of(const QueryNote& note) const {
-        const ForwardProblem& problem = problem_.forward;
-        const BackwardPlan& plan = shared_.plan(Shared::tile_of(note.flags));
-        const Position key = min(plan.tile.first + warp_row(), Position(problem.rows_k) - 1);
-        const uint32_t* const word = note.bits + key / 32;
-        Words words;
-#pragma unroll
-        for (int i = 0; i < c.query_tile / 32; ++i) {
-            const Position query = min(note.first + i * 32 + lane_index(), Position(problem.rows_q) - 1);
-            words.of[i] = word[query * problem.visible.row_stride];
-        }
-        return words;
-    }
-
-    // A bit for each of a lane's 16 columns of 64 queries, from what is shown of its second row on in the
-    // upper half.
-    __device__ __forceinline__ uint32_t visible(const BackwardPlan& plan, const Words& words,
-                                                int part) const {
-        const int key = (plan.tile.first + warp_row() + Scores::row(0)) % 32;
-        uint32_t shown = 0;
-#pragma unroll
-        for (int column = 0; column < 16; ++column) {
-            const uint32_t word =
-                __shfl_sync(0xffffffff, words.of[part * 2 + column / 8], Scores::column(column) % 32) >> key;
-            shown |= (word & 1) << column | (word >> 8 & 1) << (16 + column);
-        }
-        return shown;
-    }
-
-    __device__ __forceinline__ void mask(Scores& p, Scores& ds, uint32_t flags, const Words& words,
+    __device__ __forceinline__ void mask(Scores& p, Scores& ds, uint32_t flags, const QueryWords<c>& words,
                                          uint32_t n) const {
         const bool has_bits = shared_.notes[n % c.stages].bits;
-        const BackwardPlan& plan = shared_.plan(Shared::tile_of(flags));
         mask_scores(
             shared_, flags, n, warp_row(), thread_,
-            [&](int part) { return has_bits ? visible(plan, words, part) : ~0u; }, p, ds);
+            [&](int part) { return has_bits ? words.visible(shared_, flags, warp_row(), part) : ~0u; }, p,
+            ds);
     }
 
     __device__ __forceinline__ void store_ds(const Operand& ds, uint32_t n) const {

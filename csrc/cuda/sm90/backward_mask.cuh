@@ -7,6 +7,51 @@
 
 namespace flash::cuda::sm90 {
 
+// What bits say of a warp's 16 keys, which are in one word of a query's: each lane has the words of every
+// 32nd query of a tile.
+template <BackwardConfiguration c>
+class QueryWords {
+  public:
+    QueryWords() = default;
+
+    // Of the tile that the note is of. warp_row: where the warp's keys begin.
+    __device__ __forceinline__ void load(const ForwardProblem& problem, const BackwardShared<c>& shared,
+                                         const QueryNote& note, int warp_row) {
+        const Position first_key = first_key_of(shared, note.flags, warp_row);
+        const uint32_t* const word = note.bits + min(first_key, Position(problem.rows_k) - 1) / 32;
+#pragma unroll
+        for (int i = 0; i < kWords; ++i) {
+            const Position query = min(note.first + i * 32 + lane_index(), Position(problem.rows_q) - 1);
+            words_[i] = word[query * problem.visible.row_stride];
+        }
+    }
+
+    // As mask_scores wants it.
+    __device__ __forceinline__ uint32_t visible(const BackwardShared<c>& shared, uint32_t flags,
+                                                int warp_row, int part) const {
+        const int key = (first_key_of(shared, flags, warp_row) + Scores::row(0)) % 32;
+        uint32_t shown = 0;
+#pragma unroll
+        for (int column = 0; column < (Scores::columns < 16 ? Scores::columns : 16); ++column) {
+            const uint32_t word =
+                __shfl_sync(0xffffffff, words_[part * 2 + column / 8], Scores::column(column) % 32) >> key;
+            shown |= (word & 1) << column | (word >> 8 & 1) << (16 + column);
+        }
+        return shown;
+    }
+
+  private:
+    using Scores = Fragment<16, c.query_tile>;
+    static constexpr int kWords = (c.query_tile + 31) / 32;
+
+    __device__ __forceinline__ static Position first_key_of(const BackwardShared<c>& shared, uint32_t flags,
+                                                            int warp_row) {
+        return shared.plans[BackwardShared<c>::tile_of(flags)].tile.first + warp_row;
+    }
+
+    uint32_t words_[kWords];
+};
+
 // P and dS, or one of them, of the warp's 16 keys, which begin at warp_row, are zero where invisible: what
 // lies behind the mask may be infinite. NaN where a row of Q, dO or K that is not finite is seen.
 // visible(part): of 64 queries, a bit for each of a lane's 16 columns, from what is shown of its second row

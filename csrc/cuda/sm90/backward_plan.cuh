@@ -95,6 +95,12 @@ struct BackwardPlan {
     uint32_t first_query_tile, query_tiles;  // how many are visited, if no map of blocks leaves some out
     SchedulePlace start, walks[2];
 
+    // Blocks of a map that are no whole tiles would be cut into more of them, each for itself; to find what
+    // can be merged takes time.
+    static constexpr bool merges_blocks(const BackwardConfiguration& c) {
+        return kMaskQuarter % c.query_tile != 0;
+    }
+
     // All but `end`.
     __device__ void make(const ForwardProblem& problem, const RowTiling& tiling, const DqSums& dq_sums,
                          const AlignedRows& statistics, TileOrder::Place at, BackwardOrder order,
@@ -117,7 +123,7 @@ struct BackwardPlan {
             lists.counts
                 ? TileSchedule(first, last, c.query_tile,
                                block_list_of(lists, tile.batch, tile.head * tile.group, tile.rows.begin),
-                               false)
+                               merges_blocks(c))
                 : TileSchedule(first, last, c.query_tile);
         start.next();
         has_queries = start.run.begin < start.run.end;

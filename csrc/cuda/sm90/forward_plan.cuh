@@ -5,7 +5,6 @@
 #include "../../attention/score.h"
 #include "../any/row_tile.cuh"
 #include "../any/visible_bits.cuh"
-#include "../ptx/grid_dependency.h"
 #include "../ptx/mbarrier.h"
 #include "../tile/gpu_math.h"
 #include "key_walk.cuh"
@@ -90,10 +89,9 @@ struct ForwardPlan {
         Interval some, all;
     } sights[KeyStart::kLists];
 
-    // Of the tile. By a warp: a lane looks at a warpgroup's queries.
+    // Of the tile. By a warp: a lane looks at a warpgroup's queries. A map's lists are read.
     __device__ void make(const ForwardProblem& problem, const ForwardConfiguration& c) {
         const int i = lane_index();
-        if (problem.key_blocks.counts) await_grid_before();
         if (i == 0) {
             mask = Mask(problem, tile.sequence);
             const Position center = tile.first + mask.diagonal();

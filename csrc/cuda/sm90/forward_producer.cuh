@@ -41,7 +41,10 @@ class ForwardPlanner {
             if (lane_index() == 0) decide(plan, nothing == kPlans);
             __syncwarp();
             nothing = plan.work == Work::tile ? 0 : nothing + 1;
-            if (nothing == 0) plan.make(problem_, c);
+            if (nothing == 0) {
+                if (problem_.key_blocks.counts) await_grid_before();
+                plan.make(problem_, c);
+            }
             mbarrier_arrive_warp(in_ring(shared_.planned, n));
             if (n == 0 && !reads_memory) begin();
 #pragma unroll 1

@@ -14,6 +14,7 @@
 
 #include "../ptx/barrier.h"
 #include "../ptx/ldmatrix.h"
+#include "../sanitized.h"
 #include "../tile/gpu_math.h"
 #include "../tile/warp_product.h"
 #include "backward_mask.cuh"
@@ -36,7 +37,7 @@ class KeyGradients {
           of_keys_(__shfl_sync(0xffffffff, int(threadIdx.x) / 128, 0)) {}
 
     __device__ __forceinline__ void run() {
-        if (of_keys_)
+        if (of_keys_ && !kSanitized)
             for (int i = 0; i < Shared::kBuffers; ++i) arrive_at_barrier_of<c.consumers>(kEmpty + i);
         uint32_t n = 0;  // tiles of queries so far
 #pragma unroll 1
@@ -56,7 +57,7 @@ class KeyGradients {
             store(plan, tile);
         }
         // Barriers count in pairs: what was counted in at the start is taken out.
-        if (!of_keys_)
+        if (!of_keys_ && !kSanitized)
             for (int i = 0; i < Shared::kBuffers; ++i)
                 barrier_of<c.consumers>(kEmpty + (n + i) % Shared::kBuffers);
     }
@@ -70,7 +71,8 @@ class KeyGradients {
     using KeyTile = TileLayout<c.key_tile, c.head_dim, 2, kPanel>;
     static_assert(c.warpgroups == 2 && c.key_tile == 64);
 
-    // Barriers, of each buffer of P; 0 is the block's.
+    // Barriers, of each buffer of P; 0 is the block's. racecheck does not know that bar.arrive orders what was
+    // read and written before it: for it both warpgroups wait.
     static constexpr int kFull = 1, kEmpty = kFull + Shared::kBuffers;
 
     __device__ __forceinline__ int warp_row() const { return int(thread_) / 32 * 16; }
@@ -153,12 +155,18 @@ class KeyGradients {
         if (of_keys_) await_queries(n);
         const QueryNote& note = shared_.notes[n % c.stages];
         const uint32_t flags = __shfl_sync(0xffffffff, note.flags, 0);
+        const bool has_bits = flags & QueryNote::masked && note.bits;
+        QueryWords<c> words{};
+        if (has_bits) words.load(problem_.forward, shared_, note, warp_row());
         if (of_keys_)
             differentiate(x, n);
         else
             exponentiate(x, n);
         if (flags & QueryNote::masked)
-            mask_scores(shared_, flags, n, warp_row(), thread_, [](int) { return ~0u; }, x);
+            mask_scores(
+                shared_, flags, n, warp_row(), thread_,
+                [&](int part) { return has_bits ? words.visible(shared_, flags, warp_row(), part) : ~0u; },
+                x);
         if (flags & QueryNote::last) leave_keys();
         return flags;
     }
@@ -192,14 +200,19 @@ class KeyGradients {
             s[2] = GpuMath::exponential(s[2] * score_unit_ - lse.x);
             s[3] = GpuMath::exponential(s[3] * score_unit_ - lse.y);
         }
-        barrier_of<c.consumers>(kEmpty + n % Shared::kBuffers);
+        if constexpr (!kSanitized) barrier_of<c.consumers>(kEmpty + n % Shared::kBuffers);
 #pragma unroll
         for (int tile = 0; tile < Scores::column_tiles; ++tile) {
             const float (&p)[4] = x.value[0][tile];
             store_shared(place_of_p(n, tile), make_uint4(__float_as_uint(p[0]), __float_as_uint(p[1]),
                                                          __float_as_uint(p[2]), __float_as_uint(p[3])));
         }
-        arrive_at_barrier_of<c.consumers>(kFull + n % Shared::kBuffers);
+        if constexpr (kSanitized) {
+            barrier_of<c.consumers>(kFull + n % Shared::kBuffers);
+            barrier_of<c.consumers>(kEmpty + n % Shared::kBuffers);  // it has been read
+        } else {
+            arrive_at_barrier_of<c.consumers>(kFull + n % Shared::kBuffers);
+        }
     }
 
     // x: dO V^T on entry, dS on return; it lacks the factor softmax_scale, which dK gets.
@@ -227,7 +240,10 @@ class KeyGradients {
                     const float2 lse = pair_of(shared_.lse[n % c.stages], tile);
                     return make_float4(lse.x, lse.y, lse.x, lse.y);
                 });
-        arrive_at_barrier_of<c.consumers>(kEmpty + n % Shared::kBuffers);
+        if constexpr (kSanitized)
+            barrier_of<c.consumers>(kEmpty + n % Shared::kBuffers);
+        else
+            arrive_at_barrier_of<c.consumers>(kEmpty + n % Shared::kBuffers);
     }
 
     __device__ __forceinline__ void store(const BackwardPlan& plan, uint32_t tile) {

@@ -297,7 +297,17 @@ class QueryGradient {
         float lse[Scores::rows], delta[Scores::rows];
         load_statistics(plan, lse, delta);
         uint32_t flags;
-        for (; (flags = await_keys(tile)) & KeyNote::hidden; ++tile) leave_unused(tile);
+        do {
+            for (; (flags = await_keys(tile)) & KeyNote::hidden; ++tile) leave_unused(tile);
+            flags = walk_to_gap(plan, tile, flags, lse, delta);
+        } while (!(flags & KeyNote::last));
+        if (!(flags & KeyNote::end)) leave_rest(tile);
+    }
+
+    // Up to the warpgroup's last tile, or one behind which a map leaves a gap: its flags are returned.
+    __device__ __forceinline__ uint32_t walk_to_gap(const ForwardPlan& plan, uint32_t& tile, uint32_t flags,
+                                                    const float (&lse)[Scores::rows],
+                                                    const float (&delta)[Scores::rows]) {
         Scores s, dp;
         wgmma_fence();
         start_scores(s, tile);
@@ -317,8 +327,7 @@ class QueryGradient {
             wgmma_wait<0>();
             keep(registers_of(dp));
             leave_values(tile);
-            const bool last = flags & KeyNote::last;
-            if (last) mbarrier_arrive_warp(shared_address(&shared_.q_empty[warpgroup_]));
+            if (flags & KeyNote::last) mbarrier_arrive_warp(shared_address(&shared_.q_empty[warpgroup_]));
             differentiate(s, dp, delta);
             if constexpr (c.transformed)
                 transformed.differentiate_cap(
@@ -328,12 +337,12 @@ class QueryGradient {
                         return make_float4(x[0], x[1], x[2], x[3]);
                     },
                     [&](int) { return make_float4(lse[0], lse[0], lse[1], lse[1]); });
-            if (masked) mask(dp, plan, tile, exclude_bad_keys(suspicious, tile));
+            if (masked) mask(dp, plan, tile, flags, exclude_bad_keys(suspicious, tile));
             const Operand ds(dp);
             wgmma_fence();
             multiply_registers_by_columns<dtype, c.key_tile>(dq_, ds.value, keys(tile));
             wgmma_commit();
-            if (last) break;
+            if (flags & (KeyNote::last | KeyNote::gap)) break;
             ++tile;
             flags = await_keys(tile);
             wgmma_fence();
@@ -349,7 +358,7 @@ class QueryGradient {
         keep(registers_of(dq_));
         leave_keys(tile);
         ++tile;
-        if (!(flags & KeyNote::end)) leave_rest(tile);
+        return flags;
     }
 
     __device__ __forceinline__ void load_statistics(const ForwardPlan& plan, float (&lse)[Scores::rows],
@@ -418,14 +427,18 @@ class QueryGradient {
 
     // dS is zero where invisible: what lies behind the mask may be infinite. NaN where a key that is not
     // finite is seen.
-    __device__ __forceinline__ void mask(Scores& ds, const ForwardPlan& plan, uint32_t tile,
+    __device__ __forceinline__ void mask(Scores& ds, const ForwardPlan& plan, uint32_t tile, uint32_t flags,
                                          bool has_bad_keys) const {
         const RowSight sight(plan, shared_.notes[tile % Shared::kNotes], 0);
+        uint32_t bits[Scores::rows];
+        for (uint32_t& of_row : bits) of_row = ~0u;
+        if (flags & KeyNote::partial)
+            plan.bits.load_columns<Scores>(bits, plan.tile.first + warp_row(), sight.first());
         const uint32_t(&bad_keys)[(c.key_tile + 31) / 32] = shared_.bad_keys[tile % c.stages];
 #pragma unroll
         for (int r = 0; r < Scores::rows; ++r) {
             const Interval keys = sight[warp_row() + Scores::row(r)];
-            const uint32_t shown = columns_in_front_of(keys.end - sight.first(), lane_index()) &
+            const uint32_t shown = bits[r] & columns_in_front_of(keys.end - sight.first(), lane_index()) &
                                    ~columns_in_front_of(keys.begin - sight.first(), lane_index());
 #pragma unroll
             for (int column = 0; column < Scores::columns; ++column)

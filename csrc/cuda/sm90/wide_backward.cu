@@ -82,13 +82,17 @@ __global__ void __launch_bounds__(kConfiguration.threads, 1)
 }
 
 RowTiling query_tiling(const ForwardProblem& problem, const Device& device) {
-    return RowTiling::of_queries(problem, kQueries.queries(), device.l2_bytes / 6, device.multiprocessors);
+    return RowTiling::across_blocks(problem, kQueries.queries(), device.l2_bytes / 6, device.multiprocessors);
 }
 
 const char* why_not(const BackwardProblem& whole, const Device& device) {
     const ForwardProblem& problem = whole.forward;
     if (const char* lack = lacks(problem, kConfiguration.transformed, false)) return lack;
-    if (problem.query_blocks.counts) return "it has no maps of blocks";
+    const BlockLists& lists = problem.query_blocks;
+    if (lists.counts && (lists.row_block % kQueries.key_tile != 0 || lists.column_block % 64 != 0))
+        return "the map's blocks are no multiples of its tiles";
+    if (lists.head_stride != 0 && problem.heads_q != problem.heads_k)
+        return "grouped heads must share their map of blocks";
     if (const char* reason = cannot_copy_backward(whole)) return reason;
     if (query_tiling(problem, device).count() > INT32_MAX)
         return "there are too many queries for its counter";
