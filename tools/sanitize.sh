@@ -14,7 +14,8 @@
 #
 # racecheck and initcheck need kernels built with FLASH_ATTN_SANITIZE=1. In those every lane of a warp arrives at
 # barriers where otherwise one does for all: racecheck does not know that __syncwarp orders what they did, and
-# would report every buffer that is used again. The counter for which Hopper's blocks wait in memory that may hold
+# would report every buffer that is used again; where one warpgroup hands another one numbers both wait, as it does
+# not know what bar.arrive orders either. The counter for which Hopper's blocks wait in memory that may hold
 # anything is cleared, and no output is stored by the copy engine, whose writes initcheck does not see.
 set -uo pipefail
 
