@@ -93,8 +93,8 @@ def test_what_a_mask_hides_does_not_matter_to_gradients(head_dim, value):
     for tensor, row in ((q, 33), (dout, 33), (k, 77), (v, 77)):
         tensor[:, row] = value
     dirty = given.run((q, k, v, dout), attn_mask=mask)
-    for name in ("dq", "dk", "dv"):
-        assert torch.equal(vars(clean)[name], vars(dirty)[name]), name
+    assert torch.equal(clean.dk, dirty.dk) and torch.equal(clean.dv, dirty.dv)
+    torch.testing.assert_close(clean.dq, dirty.dq, rtol=2e-2, atol=4e-3)  # blocks add in any order
 
 
 @pytest.mark.parametrize("features", [{}, {"causal": True}, {"window_size": (150, 70)}], ids=str)

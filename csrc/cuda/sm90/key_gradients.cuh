@@ -72,7 +72,7 @@ class KeyGradients {
     static_assert(c.warpgroups == 2 && c.key_tile == 64);
 
     // Barriers, of each buffer of P; 0 is the block's. racecheck does not know that bar.arrive orders what was
-    // read and written before it: for it both warpgroups wait.
+    // read and written before it: for it both warpgroups wait, at one place, as synccheck wants it.
     static constexpr int kFull = 1, kEmpty = kFull + Shared::kBuffers;
 
     __device__ __forceinline__ int warp_row() const { return int(thread_) / 32 * 16; }
@@ -158,10 +158,16 @@ class KeyGradients {
         const bool has_bits = flags & QueryNote::masked && note.bits;
         QueryWords<c> words{};
         if (has_bits) words.load(problem_.forward, shared_, note, warp_row());
-        if (of_keys_)
+        if constexpr (kSanitized) {
+            if (!of_keys_) exponentiate(x, n);
+            barrier_of<c.consumers>(kFull);
+            if (of_keys_) differentiate(x, n);
+            barrier_of<c.consumers>(kEmpty);
+        } else if (of_keys_) {
             differentiate(x, n);
-        else
+        } else {
             exponentiate(x, n);
+        }
         if (flags & QueryNote::masked)
             mask_scores(
                 shared_, flags, n, warp_row(), thread_,
@@ -207,17 +213,12 @@ class KeyGradients {
             store_shared(place_of_p(n, tile), make_uint4(__float_as_uint(p[0]), __float_as_uint(p[1]),
                                                          __float_as_uint(p[2]), __float_as_uint(p[3])));
         }
-        if constexpr (kSanitized) {
-            barrier_of<c.consumers>(kFull + n % Shared::kBuffers);
-            barrier_of<c.consumers>(kEmpty + n % Shared::kBuffers);  // it has been read
-        } else {
-            arrive_at_barrier_of<c.consumers>(kFull + n % Shared::kBuffers);
-        }
+        if constexpr (!kSanitized) arrive_at_barrier_of<c.consumers>(kFull + n % Shared::kBuffers);
     }
 
     // x: dO V^T on entry, dS on return; it lacks the factor softmax_scale, which dK gets.
     __device__ __forceinline__ void differentiate(Scores& x, uint32_t n) const {
-        barrier_of<c.consumers>(kFull + n % Shared::kBuffers);
+        if constexpr (!kSanitized) barrier_of<c.consumers>(kFull + n % Shared::kBuffers);
 #pragma unroll
         for (int tile = 0; tile < Scores::column_tiles; ++tile) {
             const float2 delta = pair_of(shared_.delta[n % c.stages], tile);
@@ -240,10 +241,7 @@ class KeyGradients {
                     const float2 lse = pair_of(shared_.lse[n % c.stages], tile);
                     return make_float4(lse.x, lse.y, lse.x, lse.y);
                 });
-        if constexpr (kSanitized)
-            barrier_of<c.consumers>(kEmpty + n % Shared::kBuffers);
-        else
-            arrive_at_barrier_of<c.consumers>(kEmpty + n % Shared::kBuffers);
+        if constexpr (!kSanitized) arrive_at_barrier_of<c.consumers>(kEmpty + n % Shared::kBuffers);
     }
 
     __device__ __forceinline__ void store(const BackwardPlan& plan, uint32_t tile) {
