@@ -153,11 +153,7 @@ class KeyGradients {
     // What a warpgroup's first product becomes before its second one. Returns the tile's flags.
     __device__ __forceinline__ uint32_t between(Scores& x, uint32_t n) const {
         if (of_keys_) await_queries(n);
-        const QueryNote& note = shared_.notes[n % c.stages];
-        const uint32_t flags = __shfl_sync(0xffffffff, note.flags, 0);
-        const bool has_bits = flags & QueryNote::masked && note.bits;
-        QueryWords<c> words{};
-        if (has_bits) words.load(problem_.forward, shared_, note, warp_row());
+        const uint32_t flags = __shfl_sync(0xffffffff, shared_.notes[n % c.stages].flags, 0);
         if constexpr (kSanitized) {
             if (!of_keys_) exponentiate(x, n);
             barrier_of<c.consumers>(kFull);
@@ -168,13 +164,20 @@ class KeyGradients {
         } else {
             exponentiate(x, n);
         }
-        if (flags & QueryNote::masked)
-            mask_scores(
-                shared_, flags, n, warp_row(), thread_,
-                [&](int part) { return has_bits ? words.visible(shared_, flags, warp_row(), part) : ~0u; },
-                x);
+        if (flags & QueryNote::masked) mask(x, flags, n);
         if (flags & QueryNote::last) leave_keys();
         return flags;
+    }
+
+    // All that bits need is read here, late: before, every tile would wait until it knew whether it is masked.
+    __device__ __forceinline__ void mask(Scores& x, uint32_t flags, uint32_t n) const {
+        const QueryNote& note = shared_.notes[n % c.stages];
+        const bool has_bits = note.bits;
+        QueryWords<c> words{};
+        if (has_bits) words.load(problem_.forward, shared_, note, warp_row());
+        mask_scores(
+            shared_, flags, n, warp_row(), thread_,
+            [&](int part) { return has_bits ? words.visible(shared_, flags, warp_row(), part) : ~0u; }, x);
     }
 
     // Numbers of a lane's queries: two columns of each 8.
