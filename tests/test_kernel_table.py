@@ -145,8 +145,7 @@ def test_hoppers_own_kernels_come_first(which, capability, monkeypatch):
                 # Its rows, too; and dropout they lack.
                 unaligned = {**problem, "attn_bias": tuple(stride + (stride > 0) for stride in bias)}
                 assert engine_of(unaligned) == engine_of({**problem, "dropout_p": 0.5}) == portable
-            if which == "backward" and head_dim > 128:  # whose kernels walk no map of blocks
-                assert engine_of({**problem, "block_size": (128, 128)}) == portable
+            assert engine_of({**problem, "block_size": (128, 128)}) == ("sm90" if own else portable)
 
 
 @pytest.mark.skipif(not KERNELS or not runs_on(90), reason="this build is not for 9.0")

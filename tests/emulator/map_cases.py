@@ -58,7 +58,7 @@ def test_lists_of_warpgroups(head_dim, rows, which, features):
 @pytest.mark.parametrize("which", block_maps.LISTED)
 @pytest.mark.parametrize("head_dim,rows", [(192, 64), (256, 64), (256, 128)])
 def test_gradients_under_a_map(head_dim, rows, which, bits, features):
-    """Where keys and queries have walks of their own: gaps in either's lists, tiles that are no whole blocks."""
+    """Where keys and queries have walks of their own: gaps in either's lists, tiles that are no blocks."""
     given = case(HALF, head_dim, 450, 700, **features)
     block_map = block_maps.map_of(which, -(-450 // rows), 6)
     mask = reference.expand_block_map(block_map, (rows, 128), 450, 700)

@@ -71,8 +71,8 @@ class KeyGradients {
     using KeyTile = TileLayout<c.key_tile, c.head_dim, 2, kPanel>;
     static_assert(c.warpgroups == 2 && c.key_tile == 64);
 
-    // Barriers, of each buffer of P; 0 is the block's. racecheck does not know that bar.arrive orders what was
-    // read and written before it: for it both warpgroups wait, at one place, as synccheck wants it.
+    // Barriers, of each buffer of P; 0 is the block's. racecheck does not know that bar.arrive orders what
+    // was read and written before it: for it both warpgroups wait, at one place, as synccheck wants it.
     static constexpr int kFull = 1, kEmpty = kFull + Shared::kBuffers;
 
     __device__ __forceinline__ int warp_row() const { return int(thread_) / 32 * 16; }
@@ -169,7 +169,8 @@ class KeyGradients {
         return flags;
     }
 
-    // All that bits need is read here, late: before, every tile would wait until it knew whether it is masked.
+    // All that bits need is read here, late: before, every tile would wait until it knew whether it is
+    // masked.
     __device__ __forceinline__ void mask(Scores& x, uint32_t flags, uint32_t n) const {
         const QueryNote& note = shared_.notes[n % c.stages];
         const bool has_bits = note.bits;
