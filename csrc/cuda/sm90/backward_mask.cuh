@@ -7,13 +7,15 @@
 
 namespace flash::cuda::sm90 {
 
+// A lane's columns of a tile of queries, of 64 queries at most: those of a part.
+template <BackwardConfiguration c>
+constexpr int kPartColumns = c.query_tile < 64 ? Fragment<16, c.query_tile>::columns : 16;
+
 // What bits say of a warp's 16 keys, which are in one word of a query's: each lane has the words of every
 // 32nd query of a tile.
 template <BackwardConfiguration c>
 class QueryWords {
   public:
-    QueryWords() = default;
-
     // Of the tile that the note is of. warp_row: where the warp's keys begin.
     __device__ __forceinline__ void load(const ForwardProblem& problem, const BackwardShared<c>& shared,
                                          const QueryNote& note, int warp_row) {
@@ -32,7 +34,7 @@ class QueryWords {
         const int key = (first_key_of(shared, flags, warp_row) + Scores::row(0)) % 32;
         uint32_t shown = 0;
 #pragma unroll
-        for (int column = 0; column < (Scores::columns < 16 ? Scores::columns : 16); ++column) {
+        for (int column = 0; column < kPartColumns<c>; ++column) {
             const uint32_t word =
                 __shfl_sync(0xffffffff, words_[part * 2 + column / 8], Scores::column(column) % 32) >> key;
             shown |= (word & 1) << column | (word >> 8 & 1) << (16 + column);
@@ -65,7 +67,7 @@ __device__ __forceinline__ void mask_scores(const BackwardShared<c>& shared, uin
     const uint4 seen = load_shared_16(shared_address(&shared.notes[n % c.stages].seen));
     const Interval keys = shared.plans[tile].bounds.keys;
     const bool has_bad_keys = shared.has_bad_keys[tile];
-    constexpr int columns = Tile::columns < 16 ? Tile::columns : 16;
+    constexpr int columns = kPartColumns<c>;
 #pragma unroll
     for (int part = 0; part < Tile::columns / columns; ++part) {
         const uint32_t bits = visible(part);
