@@ -83,9 +83,7 @@ const char* why_not(const BackwardProblem& whole, const Device&) {
     if (lists.counts &&
         (lists.column_block % kConfiguration.query_tile != 0 || lists.row_block < kConfiguration.key_tile))
         return "the map's blocks are too small for its tiles, or no multiples of them";
-    if (lists.head_stride != 0 && problem.heads_q != problem.heads_k)
-        return "grouped heads must share their map of blocks";
-    if (const char* reason = cannot_copy_backward(whole)) return reason;
+    if (const char* reason = why_not_backward(whole)) return reason;
     return switched_off();
 }
 

@@ -13,8 +13,12 @@ inline int64_t padded(int64_t bytes) {
     return (bytes + 255) / 256 * 256;
 }
 
-inline const char* cannot_copy_backward(const BackwardProblem& whole) {
+// What every kernel for keys' gradients refuses.
+inline const char* why_not_backward(const BackwardProblem& whole) {
     const ForwardProblem& problem = whole.forward;
+    // A block walks all query heads of a key head alike.
+    if (problem.query_blocks.head_stride != 0 && problem.heads_q != problem.heads_k)
+        return "grouped heads must share their map of blocks";
     if (const char* reason = cannot_copy({queries_of(problem, problem.q, problem.head_dim),
                                           queries_of(problem, whole.dout, problem.head_dim_v),
                                           keys_of(problem, problem.k, problem.head_dim),

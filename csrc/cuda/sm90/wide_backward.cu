@@ -91,9 +91,7 @@ const char* why_not(const BackwardProblem& whole, const Device& device) {
     const BlockLists& lists = problem.query_blocks;
     if (lists.counts && (lists.row_block % kQueries.key_tile != 0 || lists.column_block % 64 != 0))
         return "the map's blocks are no multiples of its tiles";
-    if (lists.head_stride != 0 && problem.heads_q != problem.heads_k)
-        return "grouped heads must share their map of blocks";
-    if (const char* reason = cannot_copy_backward(whole)) return reason;
+    if (const char* reason = why_not_backward(whole)) return reason;
     if (query_tiling(problem, device).count() > INT32_MAX)
         return "there are too many queries for its counter";
     return switched_off();
