@@ -144,6 +144,25 @@ std::vector<EngineReport> engines() {
     return reports;
 }
 
+ForwardProblem folded(const ForwardProblem& problem) {
+    const int64_t group = problem.heads_k > 0 ? problem.heads_q / problem.heads_k : 1;
+    const bool heads_differ = problem.alibi_slopes || problem.dropout_threshold || problem.bias.data ||
+                              problem.visible.data || problem.key_blocks.counts;
+    // One query sees all keys before it, wherever a diagonal is.
+    const bool sees_all = problem.seqlen_q == 1 && !problem.cu_seqlens_q && problem.window_left < 0;
+    if (!sees_all || group <= 1 || heads_differ) return problem;
+    ForwardProblem rows = problem;
+    rows.heads_q = problem.heads_k;
+    rows.seqlen_q = rows.rows_q = group;
+    rows.window_right = -1;
+    for (TensorView* view : {&rows.q, &rows.out}) {
+        view->row_stride = view->head_stride;
+        view->head_stride *= group;
+    }
+    rows.lse.head_stride *= group;
+    return rows;
+}
+
 Plan choose(const ForwardProblem& problem) {
     return {"cpu", cpu::variant().isa, int64_t(cpu::variant().forward_scratch_bytes(problem))};
 }

@@ -33,6 +33,10 @@ struct Plan {
     const cuda::BackwardKernel* backward_kernel = nullptr;
 };
 
+// The problem that engines are given: of one query a head the heads that share keys become rows of one tile,
+// so that keys are read once for all of them. Others stay as they are.
+ForwardProblem folded(const ForwardProblem& problem);
+
 // For tensors on the CPU.
 Plan choose(const ForwardProblem& problem);
 Plan choose(const BackwardProblem& problem);

@@ -86,18 +86,9 @@ def flash_attn_with_kvcache(
         elif rotary_cos is not None:
             raise ValueError("flash_attn: rotary_cos is given without k; rotate q before the call")
         k_cache, v_cache, block_table = _put_together(k_cache, v_cache, block_table)
-        shape, group = q.shape, q.shape[2] // max(k_cache.shape[2], 1)
-        # One query a head: the heads that share keys become rows of one tile.
-        folds = shape[1] == 1 and group > 1 and left < 0 and alibi_slopes is None
-        if folds:
-            q = q.reshape(shape[0], k_cache.shape[2], group, shape[3]).transpose(1, 2)
-            right = -1
         out, lse = operators.cached(
             q, k_cache, v_cache, None, 0, cache_seqlens, cache_leftpad, cache_batch_idx, block_table,
             alibi_slopes, scale_of(softmax_scale, q), left, right, float(softcap), int(num_splits))
-        if folds:
-            out = out.transpose(1, 2).reshape(*shape[:3], out.shape[-1])
-            lse = lse.reshape(shape[0], shape[2], 1)
     return (out, lse) if return_softmax_lse else out
 
 

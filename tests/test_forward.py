@@ -46,6 +46,13 @@ def test_grouped_heads(num_heads, num_heads_k, device):
     Case(torch.bfloat16, 2, 65, 130, num_heads, num_heads_k, 32, causal=True, device=device).check_forward()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("features", FEATURES, ids=str)
+def test_one_query_of_grouped_heads(dtype, features, device):
+    """Where nothing tells them apart, heads that share keys are rows of one tile."""
+    Case(dtype, seqlen_q=1, seqlen_k=300, num_heads=6, num_heads_k=2, device=device, **features).check()
+
+
 @pytest.mark.parametrize("seqlen", [15, 16, 17, 31, 33, 47, 48, 63, 65, 95, 97, 127, 129, 191, 193, 255, 257])
 def test_around_tile_edges(seqlen, device):
     Case(torch.float32, 1, seqlen, seqlen, 2, 1, 24, causal=True, device=device).check_forward()

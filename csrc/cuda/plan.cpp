@@ -184,13 +184,14 @@ const BackwardKernel* kernel_for(const BackwardProblem& problem, const Device& d
     return first_fit(backward_kernels, problem, device);
 }
 
-int splits_for(int64_t blocks, int64_t key_tiles, int multiprocessors) {
+int splits_for(int64_t blocks, int64_t key_tiles, int multiprocessors, int resident) {
     if (key_tiles <= 4 || blocks * 10 >= int64_t(multiprocessors) * 8 || blocks == 0) return 1;
-    const int64_t most = std::min<int64_t>({kMostSplits, multiprocessors, key_tiles});
+    const int64_t places = int64_t(multiprocessors) * resident;
+    const int64_t most = std::min<int64_t>({kMostSplits, places, key_tiles});
     // The share of the device that works, over all waves of blocks; the last one may be short.
     const auto efficiency = [&](int64_t splits) {
-        const double waves = double(blocks * splits) / multiprocessors;
-        return waves / double((blocks * splits + multiprocessors - 1) / multiprocessors);
+        const double waves = double(blocks * splits) / places;
+        return waves / double((blocks * splits + places - 1) / places);
     };
     const auto tiles_each = [&](int64_t splits) { return (key_tiles + splits - 1) / splits; };
     double best = 0;
@@ -213,7 +214,10 @@ int splits_of(const ForwardProblem& problem, const ForwardKernel& kernel, const 
     const int64_t query_tiles = (problem.seqlen_q + kernel.query_tile - 1) / kernel.query_tile;
     const int64_t key_tiles = (problem.seqlen_k + kernel.key_tile - 1) / kernel.key_tile;
     if (problem.splits) return int(std::max<int64_t>(1, std::min({problem.splits, key_tiles, kMostSplits})));
-    return splits_for(query_tiles * problem.heads_q * problem.batch, key_tiles, device.multiprocessors);
+    // One block alone would wait for its keys where two read as fast as they can.
+    const int resident = all_blocks_fit(kernel, device) ? kernel.blocks : 1;
+    return splits_for(query_tiles * problem.heads_q * problem.batch, key_tiles, device.multiprocessors,
+                      resident);
 }
 
 std::vector<WhyNot> why_not(const ForwardProblem& problem, const Device& device) {

@@ -15,8 +15,9 @@ const BackwardKernel* kernel_for(const BackwardProblem& problem, const Device& d
 
 // How many blocks share the keys of a query tile.
 int splits_of(const ForwardProblem& problem, const ForwardKernel& kernel, const Device& device);
-// The same for a grid of so many blocks, each of which visits so many key tiles.
-int splits_for(int64_t blocks, int64_t key_tiles, int multiprocessors);
+// The same for a grid of so many blocks, each of which visits so many key tiles. resident: blocks that a
+// multiprocessor runs at once.
+int splits_for(int64_t blocks, int64_t key_tiles, int multiprocessors, int resident);
 
 struct WhyNot {
     std::string engine;

@@ -142,7 +142,7 @@ dict plans(const dict& sizes, const std::optional<dict>& device_row) {
     problem.forward.deterministic = sizes["deterministic"].cast<bool>();
     problem.dout = problem.forward.out;
     dict both;
-    both["forward"] = plan_of(problem.forward, device);
+    both["forward"] = plan_of(folded(problem.forward), device);
     both["backward"] = plan_of(problem, device);
     return both;
 }
@@ -161,7 +161,7 @@ PYBIND11_MODULE(_C, module) {
         "What forward and backward of these sizes would run on a device (a row of devices(); None: the CPU), "
         "and why not the others.");
     module.def("splits_for", cuda::splits_for, pybind11::arg("blocks"), pybind11::arg("key_tiles"),
-               pybind11::arg("multiprocessors"));
+               pybind11::arg("multiprocessors"), pybind11::arg("resident"));
     module.def("register_gradient_node", register_gradient_node,
                "Gives torch's overrideable attention operator our kernels: operators.py asks, once.");
     module.attr("compiler") = __VERSION__;

@@ -7,9 +7,11 @@ namespace {
 
 constexpr int kLanes = 32;
 constexpr int kThreads = 128;
+constexpr int kMostOfLane = 4;  // splits: 128 are the most that there are
 
 // One warp a row: the average of the shares' averages, each weighted with its part of the sum of
-// exponentials.
+// exponentials. A lane works out the weights of some shares, and averages four columns: its loads wait for
+// nothing but the weights.
 template <DType dtype>
 __global__ void __launch_bounds__(kThreads)
     combine_attention(const __grid_constant__ ForwardProblem problem, int splits,
@@ -19,22 +21,46 @@ __global__ void __launch_bounds__(kThreads)
     const HeadRow at = HeadRow::of_thread<kLanes>(problem.batch, problem.seqlen_q, problem.heads_q);
     if (!at.exists) return;
     const int lane = threadIdx.x % kLanes;
+    const auto over_lanes = [](float x, auto combine) {
+#pragma unroll
+        for (int step = 1; step < kLanes; step *= 2)
+            x = combine(x, __shfl_xor_sync(0xffffffff, x, step));
+        return x;
+    };
     const int64_t rows = problem.batch * problem.heads_q * problem.seqlen_q;
     const int64_t row = (at.batch * problem.heads_q + at.head) * problem.seqlen_q + at.row;
-    float largest = -INFINITY, sum = 0;
-    for (int split = 0; split < splits; ++split) largest = fmaxf(largest, partial_lse[split * rows + row]);
+    float weights[kMostOfLane], largest = -INFINITY, sum = 0;
+#pragma unroll
+    for (int i = 0; i < kMostOfLane; ++i) {
+        const int split = i * kLanes + lane;
+        weights[i] = split < splits ? partial_lse[split * rows + row] : -INFINITY;
+        largest = fmaxf(largest, weights[i]);
+    }
+    largest = over_lanes(largest, [](float a, float b) { return fmaxf(a, b); });
     const float reference = largest == -INFINITY ? 0 : largest;
-    for (int split = 0; split < splits; ++split) sum += expf(partial_lse[split * rows + row] - reference);
+#pragma unroll
+    for (int i = 0; i < kMostOfLane; ++i) sum += weights[i] = expf(weights[i] - reference);
+    sum = over_lanes(sum, [](float a, float b) { return a + b; });
     const float lse = sum == 0 ? -INFINITY : reference + logf(sum);
     if (lane == 0) *statistics_of<float>(problem.lse, at.batch, at.row, at.head) = lse;
+    const float factor = sum == 0 ? 0 : 1 / sum;
     auto* out = row_of<typename Element::Bits>(problem.out, at.batch, at.row, at.head);
-    for (int64_t column = lane; column < problem.head_dim_v; column += kLanes) {
-        float average = 0;
-        for (int split = 0; split < splits; ++split) {
-            const float weight = sum == 0 ? 0 : expf(partial_lse[split * rows + row] - reference) / sum;
-            if (weight != 0) average += weight * partial_out[(split * rows + row) * stride + column];
-        }
-        out[column] = Element::from_float(average);
+    for (int64_t first = 0; first < problem.head_dim_v; first += 4 * kLanes) {
+        const int64_t column = first + lane * 4;
+        const float* const of_row = partial_out + row * stride + (column < stride ? column : 0);
+        float average[4] = {};
+#pragma unroll
+        for (int i = 0; i < kMostOfLane; ++i)
+#pragma unroll 8
+            for (int split = i * kLanes; split < min(splits, (i + 1) * kLanes); ++split) {
+                const float weight = __shfl_sync(0xffffffff, weights[i], split % kLanes) * factor;
+                const float4 x = *reinterpret_cast<const float4*>(of_row + split * rows * stride);
+                const float share[4] = {x.x, x.y, x.z, x.w};
+                for (int e = 0; e < 4; ++e) average[e] += weight == 0 ? 0 : weight * share[e];
+            }
+#pragma unroll
+        for (int e = 0; e < 4; ++e)
+            if (column + e < problem.head_dim_v) out[column + e] = Element::from_float(average[e]);
     }
 }
 
