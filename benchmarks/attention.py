@@ -68,11 +68,12 @@ def inputs_of(cell, device, number=0):
             for heads in (cell.heads, cell.key_heads, cell.key_heads, cell.heads)]
 
 
-def input_sets(cell, device):
-    """As many inputs_of as fill a GPU's L2 cache twice over, at most 8; a CPU's calls are long enough."""
+def input_sets(cell, device, draw=inputs_of):
+    """As many inputs, drawn by draw(cell, device, number), as fill a GPU's L2 cache twice over, at most 8; a
+    CPU's calls are long enough."""
     cache = torch.cuda.get_device_properties().L2_cache_size if device == "cuda" else 0
     count = 1 + min(7, 2 * cache // cell.input_bytes)
-    return [inputs_of(cell, device, number) for number in range(count)]
+    return [draw(cell, device, number) for number in range(count)]
 
 
 def prepared_call(cell, implementation, inputs, device):

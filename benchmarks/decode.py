@@ -13,8 +13,6 @@ import argparse
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import attention
 import flash_attn
@@ -37,16 +35,23 @@ class DecodeCell:
     key_heads: int
     head_dim: int
     keys: int
+    # Of a Cell, what implementations ask for. One query sees all keys, causal or not.
     direction: str = "forward"
     mask: str = "full"
+    softcap: float = 0
+    alibi: bool = False
 
     @property
     def flops(self):
         return 4 * self.batch * self.heads * self.keys * self.head_dim
 
     @property
-    def bytes(self):
-        """Of K and V."""
+    def group(self):
+        return self.heads // self.key_heads
+
+    @property
+    def input_bytes(self):
+        """Of K and V; what the one query has is nothing beside them."""
         return 2 * self.batch * self.key_heads * self.keys * self.head_dim * getattr(torch, self.dtype).itemsize
 
     @property
@@ -54,41 +59,17 @@ class DecodeCell:
         return (f"{self.dtype:8} B={self.batch:<3} H={self.heads:<2} Hk={self.key_heads:<2} "
                 f"D={self.head_dim:<3} N={self.keys}")
 
-    def inputs(self, device, number):
-        generator = torch.Generator(device).manual_seed(self.keys + number)
 
-        def draw(rows, heads):
-            shape = self.batch, rows, heads, self.head_dim
-            return torch.randn(shape, generator=generator, device=device).to(getattr(torch, self.dtype))
+def inputs_of(cell, device, number):
+    """As attention.inputs_of."""
+    generator = torch.Generator(device).manual_seed(cell.keys + number)
 
-        return [draw(1, self.heads), draw(self.keys, self.key_heads), draw(self.keys, self.key_heads),
-                draw(1, self.heads)]
+    def draw(rows, heads):
+        shape = cell.batch, rows, heads, cell.head_dim
+        return torch.randn(shape, generator=generator, device=device).to(getattr(torch, cell.dtype))
 
-    def input_sets(self, device):
-        """As attention.input_sets."""
-        cache = torch.cuda.get_device_properties().L2_cache_size if device == "cuda" else 0
-        return [self.inputs(device, number) for number in range(1 + min(7, 2 * cache // self.bytes))]
-
-
-def _sdpa(backend=None):
-    def build(cell, device):
-        def attend(q, k, v):
-            heads_first = (x.transpose(1, 2) for x in (q, k, v))
-            if backend is None:
-                out = F.scaled_dot_product_attention(*heads_first, enable_gqa=True)
-            else:
-                with sdpa_kernel(backend):
-                    out = F.scaled_dot_product_attention(*heads_first, enable_gqa=True)
-            return out.transpose(1, 2)
-
-        return attend
-
-    return build
-
-
-def _fa3(cell, device):
-    options = {"softmax_scale": cell.head_dim**-0.5, "is_causal": True}
-    return lambda q, k, v: implementations.fa3(q, k, v, **options)
+    return [draw(1, cell.heads), draw(cell.keys, cell.key_heads), draw(cell.keys, cell.key_heads),
+            draw(1, cell.heads)]
 
 
 def _flash_attn(cell, device):
@@ -98,9 +79,8 @@ def _flash_attn(cell, device):
 IMPLEMENTATIONS = {
     OURS: Implementation("bshd", _flash_attn),
     "kvcache": Implementation("bshd", lambda cell, device: flash_attn.flash_attn_with_kvcache),
-    "sdpa": Implementation("bshd", _sdpa()),
-    "cudnn": Implementation("bshd", _sdpa(SDPBackend.CUDNN_ATTENTION), ("cuda",)),
-    "fa3": Implementation("bshd", _fa3, ("cuda",), available=implementations.IMPLEMENTATIONS["fa3"].available),
+    "sdpa": Implementation("bshd", implementations.sdpa_in_place),
+    **{name: implementations.IMPLEMENTATIONS[name] for name in ("cudnn", "fa3")},
 }
 
 
@@ -108,7 +88,7 @@ def errors(cell, inputs, results):
     generator = torch.Generator().manual_seed(cell.keys)
     entry, head = (int(torch.randint(n, (1,), generator=generator)) for n in (cell.batch, cell.heads))
     q, k, v = (x[entry, :, h].double() for x, h in
-               zip(inputs, (head, *[head // (cell.heads // cell.key_heads)] * 2)))
+               zip(inputs, (head, *[head // cell.group] * 2)))
     expected = torch.softmax(q @ k.T * cell.head_dim**-0.5, -1) @ v
     return {name: {"out": float((tensors["out"][entry, :, head].double() - expected).abs().max())}
             for name, tensors in results.items()}
@@ -117,7 +97,7 @@ def errors(cell, inputs, results):
 def row(cell, measured, names):
     """TB/s and the largest error of each, after the cell's label."""
     found = [measured[name] for name in names]
-    rates = "".join(f"{cell.bytes / r['ms'] / 1e9:9.2f}" if "ms" in r else f"{'-':>9}" for r in found)
+    rates = "".join(f"{cell.input_bytes / r['ms'] / 1e9:9.2f}" if "ms" in r else f"{'-':>9}" for r in found)
     worst = "".join(f"{r['errors']['out']:9.1e}" if "ms" in r else f"{'-':>9}" for r in found)
     remarks = [f"\n  {n} refused: {r['refused']}" for n, r in measured.items() if "refused" in r]
     remarks += [f"\n  {n}: the GPU waited for the host" for n, r in measured.items() if r.get("waited_for_host")]
@@ -144,7 +124,8 @@ def main(arguments=None):
         for sizes in options.cells or TARGETS:
             cell = DecodeCell(dtype, *sizes)
             chosen = {name: IMPLEMENTATIONS[name] for name in names}
-            measured = attention.compare(cell, chosen, cell.input_sets(options.device), errors, options)
+            sets = attention.input_sets(cell, options.device, inputs_of)
+            measured = attention.compare(cell, chosen, sets, errors, options)
             rows.append((cell, measured))
             print(row(cell, measured, names), flush=True)
     if options.json:

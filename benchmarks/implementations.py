@@ -58,15 +58,21 @@ def _sdpa(cell, device):
     return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, **options)
 
 
+def sdpa_in_place(cell, device):
+    """On views of [B, S, H, D]."""
+    attend = _sdpa(cell, device)
+    return lambda q, k, v: attend(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
+
+
 def _sdpa_backend(backend):
     def build(cell, device):
-        attend = _sdpa(cell, device)
+        attend_in_place = sdpa_in_place(cell, device)
 
-        def attend_in_place(q, k, v):
+        def attend(q, k, v):
             with sdpa_kernel(backend):
-                return attend(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
+                return attend_in_place(q, k, v)
 
-        return attend_in_place
+        return attend
 
     return build
 

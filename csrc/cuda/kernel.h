@@ -27,6 +27,8 @@ struct Launch {
     Launch overlapping() const { return {device, stream, workspace, true}; }
 };
 
+constexpr int kMostSplits = 128;  // blocks that share the keys of a query tile
+
 struct ForwardKernel {
     const char* engine;  // "sm80"
     const char* name;    // "forward_bfloat16_d128_q128_k64"

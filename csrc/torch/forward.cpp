@@ -45,7 +45,8 @@ std::tuple<Tensor, Tensor> attention_cached(Tensor q, Tensor k, Tensor v, Option
     options.softcap = softcap;
     const CacheOptions cache{cache_seqlens, cache_leftpad, cache_batch_idx, block_table};
     Arguments arguments(q, k, v, options, &cache);
-    check(num_splits >= 0 && num_splits <= 128, "num_splits is ", num_splits, "; it must be from 0 to 128");
+    check(num_splits >= 0 && num_splits <= cuda::kMostSplits, "num_splits is ", num_splits,
+          "; it must be from 0 to ", cuda::kMostSplits);
     arguments.problem.splits = num_splits;
     return run_forward(arguments, q);
 }

@@ -7,7 +7,7 @@ namespace {
 
 constexpr int kLanes = 32;
 constexpr int kThreads = 128;
-constexpr int kMostOfLane = 4;  // splits: 128 are the most that there are
+constexpr int kMostOfLane = kMostSplits / kLanes;
 
 // One warp a row: the average of the shares' averages, each weighted with its part of the sum of
 // exponentials. A lane works out the weights of some shares, and averages four columns: its loads wait for
