@@ -212,7 +212,8 @@ int splits_of(const ForwardProblem& problem, const ForwardKernel& kernel, const 
     if (kernel.capability) return 1;  // Hopper's own take problems that need none
     const int64_t query_tiles = (problem.seqlen_q + kernel.query_tile - 1) / kernel.query_tile;
     const int64_t key_tiles = (problem.seqlen_k + kernel.key_tile - 1) / kernel.key_tile;
-    if (problem.splits) return int(std::max<int64_t>(1, std::min<int64_t>({problem.splits, key_tiles, kMostSplits})));
+    if (problem.splits)
+        return int(std::max<int64_t>(1, std::min<int64_t>({problem.splits, key_tiles, kMostSplits})));
     // One block alone would wait for its keys where two read as fast as they can.
     const int resident = all_blocks_fit(kernel, device) ? kernel.blocks : 1;
     return splits_for(query_tiles * problem.heads_q * problem.batch, key_tiles, device.multiprocessors,
