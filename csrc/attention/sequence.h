@@ -24,8 +24,19 @@ FLASH_HOST_DEVICE Position offset_of(const int32_t* offsets, int64_t batch, int6
     return offset < 0 ? 0 : offset < rows ? offset : Position(rows);
 }
 
+// Where neither sequences are packed nor the cache says how long they are.
+FLASH_HOST_DEVICE bool fills_batch(const ForwardProblem& problem) {
+    const KeyCache& cache = problem.cache;
+    return !problem.cu_seqlens_q && !problem.cu_seqlens_k && !cache.seqlens && !cache.left_padding &&
+           !cache.entry;
+}
+
+FLASH_HOST_DEVICE Sequence whole_entry(const ForwardProblem& problem, int64_t batch) {
+    return {0, 0, Position(problem.seqlen_q), Position(problem.seqlen_k), batch};
+}
+
 FLASH_HOST_DEVICE Sequence sequence_of(const ForwardProblem& problem, int64_t batch) {
-    Sequence sequence{0, 0, Position(problem.seqlen_q), Position(problem.seqlen_k), batch};
+    Sequence sequence = whole_entry(problem, batch);
     if (problem.cu_seqlens_q) {
         const Position begin = offset_of(problem.cu_seqlens_q, batch, problem.rows_q);
         const Position end = offset_of(problem.cu_seqlens_q, batch + 1, problem.rows_q);

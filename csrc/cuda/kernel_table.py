@@ -202,7 +202,7 @@ ROWS = [
     Row("sm90", "forward", HALVES,
         HopperForward(64, 128, warpgroups=2, stages=4, query_slots=4, transformed=True, biased=True)),
     Row("sm80", "forward", HALVES,
-        Forward(64, 128, 128, warps=4, blocks=2, bias=0, retries=1), from_keys=1024),
+        Forward(64, 128, 128, warps=4, blocks=2, bias=0, retries=1), from_keys=512),
     Row("sm80", "forward", HALVES, Forward(64, 128, 64, warps=4, blocks=3, retries=1)),
     Row("sm90", "forward", HALVES,
         HopperForward(96, 112, warpgroups=3, stages=2, query_slots=6, registers=160, diagonal_keys=3072),

@@ -31,16 +31,20 @@ class DqSums {
     // Nothing is summed.
     explicit DqSums(const RowTiling& queries) : queries_(queries), places_(1), unit_tiles_(1) {}
 
+    // Whether the units are those of short sequences.
+    static bool units_are_small(const RowTiling& queries, int64_t group, int64_t tile_elements) {
+        return group * queries.tiles() * tile_elements * int64_t(sizeof(float)) < kLargeUnit;
+    }
+
     // keys: the tiling of the walk, of which the device runs so many blocks at once. group: query heads of a
-    // key head. Tiles of queries are tile_elements numbers large. in_walk: the units of short sequences are
-    // finished by their last blocks. scale: what dQ is of the sums.
+    // key head. Tiles of queries are tile_elements numbers large. in_walk: units that are small are finished
+    // by their last blocks. scale: what dQ is of the sums.
     DqSums(const RowTiling& keys, const RowTiling& queries, int64_t group, int64_t blocks_at_once,
            int64_t tile_elements, bool in_walk, float scale)
         : queries_(queries),
           units_(keys.heads()),
           sharers_(keys.tiles()),
-          in_walk_(in_walk && keys.count() > 0 &&
-                   group * queries.tiles() * tile_elements * int64_t(sizeof(float)) < kLargeUnit),
+          in_walk_(in_walk && keys.count() > 0 && units_are_small(queries, group, tile_elements)),
           places_(uint32_t(places(keys, blocks_at_once))),
           unit_tiles_(uint32_t(group * queries.tiles())),
           tile_elements_(tile_elements),

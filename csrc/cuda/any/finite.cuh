@@ -3,6 +3,7 @@
 // caller to make NaN what really depends on them.
 #pragma once
 
+#include "../ptx/pair_fma.h"
 #include "../tile/element.h"
 #include "../tile/smem_tile.h"
 #include "loader.cuh"
@@ -19,13 +20,18 @@ __device__ __forceinline__ bool has_bad_element(uint32_t tile) {
     constexpr uint32_t one = dtype == DType::float32    ? 0x00800000
                              : dtype == DType::bfloat16 ? 0x00800080
                                                         : 0x04000400;
-    uint32_t carries = 0;
+    const auto carry = [](uint32_t word) { return (word & exponent) + one; };
+    uint32_t carries = 0, zeros = 0;  // of a pair: 0 times every element, and so NaN for ever
 #pragma unroll 4
     for (int i = threadIdx.x * 16; i < Tile::bytes; i += kThreads * 16) {
         const uint4 x = load_shared_16(tile + i);
-        for (const uint32_t word : {x.x, x.y, x.z, x.w}) carries |= (word & exponent) + one;
+        for (const uint32_t word : {x.x, x.y, x.z, x.w})
+            if constexpr (dtype == DType::float32)
+                carries |= carry(word);
+            else
+                zeros = pair_fma<dtype>(word, 0, zeros);
     }
-    return (carries & 0x80008000) != 0;
+    return ((carries | carry(zeros)) & 0x80008000) != 0;
 }
 
 // Calls visit(row, place, chunk without them) for every 16 bytes with bad elements that this thread looks at.

@@ -180,12 +180,21 @@ __device__ __forceinline__ void store_tile(const HeadRows<Element>& to, uint32_t
     using Threads = TileThreads<Tile, kThreads>;
     const int row0 = Threads::first_row(), chunk = Threads::chunk(), column0 = chunk * Tile::chunk_elements;
     Element* target = to.data + (first + row0) * to.row_stride + column0;
-    if (to.vectors) {
+    const int64_t step_elements = Threads::row_step * to.row_stride;
+    if (kRows % Threads::row_step == 0 && to.vectors && to.head_dim == Tile::columns &&
+        written.begin <= first && written.end >= first + kRows) {
 #pragma unroll
-        for (int step = 0; step < (kRows + Threads::row_step - 1) / Threads::row_step;
-             ++step, target += Threads::row_step * to.row_stride) {
-            const int row = row0 + step * Threads::row_step;
-            if (row >= kRows || !written.contains(first + row)) continue;
+        for (int step = 0; step < kRows / Threads::row_step; ++step, target += step_elements)
+#pragma unroll
+            for (int panel = 0; panel < Tile::panels; ++panel)
+                *reinterpret_cast<uint4*>(target + panel * Tile::panel) =
+                    load_shared_16(tile + Tile::offset(row0 + step * Threads::row_step, panel, chunk));
+        return;
+    }
+    if (to.vectors) {
+#pragma unroll 1
+        for (int row = row0; row < kRows; row += Threads::row_step, target += step_elements) {
+            if (!written.contains(first + row)) continue;
 #pragma unroll
             for (int panel = 0; panel < Tile::panels; ++panel)
                 if (column0 + panel * Tile::panel < to.head_dim)
@@ -195,7 +204,7 @@ __device__ __forceinline__ void store_tile(const HeadRows<Element>& to, uint32_t
         return;
     }
 #pragma unroll 1
-    for (int row = row0; row < kRows; row += Threads::row_step, target += Threads::row_step * to.row_stride) {
+    for (int row = row0; row < kRows; row += Threads::row_step, target += step_elements) {
         if (!written.contains(first + row)) continue;
 #pragma unroll 1
         for (int panel = 0; panel < Tile::panels; ++panel) {

@@ -80,6 +80,14 @@ class RowTiling {
         tile.head = head;
         tile.group = int(group_.divisor);
         tile.key_head = queries_ ? group_.quotient(head) : head;
+        if (uniform_) {
+            tile.batch = of_batch;
+            tile.unowned = false;
+            tile.sequence = whole_entry(problem, of_batch);
+            tile.first = Position(slot) * cuts_.tile;
+            tile.rows = intersection({tile.first, tile.first + cuts_.tile}, {0, cuts_.rows});
+            return tile;
+        }
         tile.batch = packed_.cu_seqlens ? packed_.sequence_of_slot(slot) : of_batch;
         tile.unowned = packed_.cu_seqlens && tile.batch == packed_.batch;
         tile.sequence = tile.unowned ? unowned_rows(problem) : sequence_of(problem, tile.batch);
@@ -131,6 +139,7 @@ class RowTiling {
           cuts_(axis.rows, axis.lists,
                 axis.lists.counts && axis.lists.row_block % 16 != 0 ? tile - 16 : tile),
           queries_(queries),
+          uniform_(fills_batch(problem) && cuts_.block == cuts_.tile),
           tiles_(uint32_t(at_least_1(axis.cu_seqlens ? packed_.slots() : cuts_.count()))),
           all_heads_(axis.heads * (axis.cu_seqlens ? 1 : problem.batch)),
           order_(tiles_, at_least_1(all_heads_), std::max(least_heads, (least_tiles + tiles_ - 1) / tiles_)),
@@ -153,6 +162,7 @@ class RowTiling {
     PackedTiles packed_;  // cu_seqlens == nullptr: dense
     RowTiles cuts_;
     bool queries_;
+    bool uniform_;  // a tile is found without asking the problem
     uint32_t tiles_;
     int64_t all_heads_;
     TileOrder order_;

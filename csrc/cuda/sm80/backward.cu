@@ -15,7 +15,6 @@ constexpr DType kDType = DType::FLASH_DTYPE;
 constexpr BackwardConfiguration kConfiguration FLASH_CONFIGURATION;
 constexpr int kThreads = kConfiguration.warps * 32;
 constexpr int64_t kSharedBytes = sizeof(BackwardShared<kDType, kConfiguration>);
-constexpr int kDqBytes = kConfiguration.query_tile * kConfiguration.head_dim * element_bytes(kDType);
 
 // The features need registers: where they are, fewer blocks share a multiprocessor.
 constexpr int blocks_of(Features features) {
@@ -32,7 +31,7 @@ __global__ void __launch_bounds__(kThreads, blocks_of(features))
     const TileOrder::Place place = tiling.place(blockIdx.x);
     const RowTile tile = tiling(place, problem.forward, false);
     BackwardTile<kDType, kConfiguration, features> work(problem, shared, dq_sums);
-    work.load_keys(tile);
+    work.load_first(tile);
     if (threadIdx.x == 0) {
         work.start_barriers();
         BackwardPlan<kDType, kConfiguration>(problem, shared, dq_sums).start(place, tile);
@@ -48,23 +47,28 @@ __global__ void __launch_bounds__(kThreads)
     finish_tile<Dq<kDType, kConfiguration>>(problem, dq_sums, blockIdx.x, shared_address(memory));
 }
 
-// Where several blocks share a multiprocessor, one that finishes a unit leaves it busy.
-constexpr bool kShares = kConfiguration.blocks > 1;
+constexpr int kDqElements = kConfiguration.query_tile * kConfiguration.head_dim;
 
-RowTiling key_tiling(const ForwardProblem& problem, const Device& device) {
-    // Sums that are finished in the walk want to stay in the cache as well.
-    return RowTiling::of_keys(problem, kConfiguration.key_tile, device.l2_bytes / (kShares ? 6 : 3));
-}
-
-DqSums dq_sums_of(const ForwardProblem& problem, const RowTiling& keys, const Device& device) {
+RowTiling query_tiling(const ForwardProblem& problem) {
     // A block list may cut queries elsewhere; the sums' tiles are counted from the first query.
     ForwardProblem dense = problem;
     dense.key_blocks = {};
-    const RowTiling queries = RowTiling::of_queries(dense, kConfiguration.query_tile, 0);
+    return RowTiling::of_queries(dense, kConfiguration.query_tile, 0);
+}
+
+RowTiling key_tiling(const ForwardProblem& problem, const Device& device) {
+    // Sums that are finished in the walk want to stay in the cache as well, those of two sections.
+    const bool in_walk =
+        !problem.deterministic &&
+        DqSums::units_are_small(query_tiling(problem), RowTiling::group_of(problem), kDqElements);
+    return RowTiling::of_keys(problem, kConfiguration.key_tile, device.l2_bytes / (in_walk ? 12 : 3));
+}
+
+DqSums dq_sums_of(const ForwardProblem& problem, const RowTiling& keys, const Device& device) {
+    const RowTiling queries = query_tiling(problem);
     if (problem.deterministic) return DqSums(queries);
     return DqSums(keys, queries, RowTiling::group_of(problem),
-                  int64_t(device.multiprocessors) * kConfiguration.blocks,
-                  kConfiguration.query_tile * kConfiguration.head_dim, kShares || keys.section() == 1,
+                  int64_t(device.multiprocessors) * kConfiguration.blocks, kDqElements, true,
                   features_of(problem) == Features::none ? float(problem.softmax_scale) : 1.f);
 }
 
@@ -89,8 +93,8 @@ void launch_features(const BackwardProblem& problem, const Launch& launch) {
     if (forward.deterministic)
         FLASH_QUERY_GRADIENT(problem, launch);
     else
-        launch_kernel(FLASH_KERNEL_NAME, finish_dq, dq_sums.unfinished_tiles(), kThreads, kDqBytes, launch,
-                      problem, dq_sums);
+        launch_kernel(FLASH_KERNEL_NAME, finish_dq, dq_sums.unfinished_tiles(), kThreads,
+                      kDqElements * element_bytes(kDType), launch, problem, dq_sums);
 }
 
 void launch(const BackwardProblem& problem, const Launch& launch) {

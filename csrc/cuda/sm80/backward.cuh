@@ -31,11 +31,29 @@ struct BackwardConfiguration {
 template <DType dtype, BackwardConfiguration c>
 using Dq = DqTile<dtype, c.query_tile, c.head_dim, c.warps, c.dq_rows>;
 
+// What a query head's tiles are loaded from.
+template <DType dtype>
+struct QueryRows {
+    HeadRows<const Bits<dtype>> queries, douts;
+    const float *lse, *delta;  // of the sequence's first query
+
+    // i: of the group.
+    __device__ __forceinline__ QueryRows(const BackwardProblem& problem, const RowTile& tile, int i)
+        : QueryRows(problem, tile, tile.head * tile.group + i, tile.sequence.first_query_row) {}
+
+  private:
+    __device__ __forceinline__ QueryRows(const BackwardProblem& problem, const RowTile& tile, int64_t head,
+                                         int64_t first)
+        : queries(problem.forward.q, tile.batch, first, head, problem.forward.head_dim),
+          douts(problem.dout, tile.batch, first, head, problem.forward.head_dim_v),
+          lse(statistics_of<const float>(problem.forward.lse, tile.batch, first, head)),
+          delta(statistics_of<const float>(problem.delta, tile.batch, first, head)) {}
+};
+
 // What the block needs of one query head of the group.
 template <DType dtype>
 struct BackwardHead {
-    HeadRows<const Bits<dtype>> queries, douts;
-    const float *lse, *delta;  // of the sequence's first query
+    QueryRows<dtype> rows;
     float* dq;                 // sums of the sequence's first query tile
     ScoreTransform<GpuMath> transform;
     Dropout dropout;
@@ -56,7 +74,7 @@ struct BackwardShared {
     uint64_t full[c.stages], left, ready;            // mbarriers
     uint32_t bad_queries[(c.query_tile + 31) / 32];  // rows of Q or dO that are not finite, a bit each
     uint32_t bad_keys[(c.key_tile + 31) / 32];
-    bool finishes_dq;
+    bool finishes_dq, loaded_early;
 
     // Thread 0's plan.
     TileOrder::Place place;
@@ -93,11 +111,7 @@ class BackwardPlan {
         BackwardHead<dtype>& out = shared_.heads[i % 2];
         const RowTile& tile = shared_.tile;
         const int64_t head = tile.head * tile.group + i;
-        const int64_t first_query = tile.sequence.first_query_row;
-        out.queries = {problem.q, tile.batch, first_query, head, problem.head_dim};
-        out.douts = {problem_.dout, tile.batch, first_query, head, problem.head_dim_v};
-        out.lse = statistics_of<const float>(problem.lse, tile.batch, first_query, head);
-        out.delta = statistics_of<const float>(problem_.delta, tile.batch, first_query, head);
+        out.rows = QueryRows<dtype>(problem_, tile, i);
         out.dq = dq_sums_.of_head(shared_.place.head, i, tile.batch);
         out.transform = ScoreTransform<GpuMath>(problem, tile.batch, head);
         if (problem.dropout_threshold) out.dropout = Dropout(problem, tile.batch, head);
@@ -126,14 +140,21 @@ class BackwardTile {
                             const DqSums& dq_sums)
         : problem_(problem), shared_(shared), plan_(problem, shared, dq_sums), dq_sums_(dq_sums) {}
 
-    // Needs no plan: the copies run while thread 0 makes it.
-    __device__ __forceinline__ void load_keys(const RowTile& tile) {
+    // Needs no plan: the copies run while thread 0 makes it. Queries are among them where their first tile is
+    // easily found.
+    __device__ __forceinline__ void load_first(const RowTile& tile) {
         const ForwardProblem& problem = problem_.forward;
         const int64_t first = tile.sequence.first_key_row;
         const HeadRows<const Bits<dtype>> k(problem.k, tile.batch, first, tile.head, problem.head_dim);
         const HeadRows<const Bits<dtype>> v(problem.v, tile.batch, first, tile.head, problem.head_dim_v);
         load_tile<threads, KeyTile>(address(shared_.k), k, tile.first, tile.rows);
         load_tile<threads, KeyTile>(address(shared_.v), v, tile.first, tile.rows);
+        const Mask mask(problem, tile.sequence);
+        const Position begin = mask.queries_of(tile.rows.begin).begin, end = begin + c.query_tile;
+        const bool early = !tile.unowned && !tile.rows.empty() && !problem.query_blocks.counts &&
+                           begin % c.query_tile == 0 && end <= mask.queries_of(tile.rows.end - 1).end;
+        if (early) copy_queries(QueryRows<dtype>(problem_, tile, 0), begin, {begin, end}, 0);
+        if (threadIdx.x == 0) shared_.loaded_early = early;
     }
 
     // By one thread.
@@ -155,7 +176,10 @@ class BackwardTile {
             if (threadIdx.x == 0 && i + 1 < shared_.group) plan_.start_head(i + 1);
             const BackwardHead<dtype>& head = shared_.heads[i % 2];
             TileWalk<c.query_tile> walk(shared_.warps[warp()], head.start);
-            load_queries(head, walk, tile);
+            if (i == 0 && shared_.loaded_early)
+                announce_copies(0);
+            else
+                load_queries(head, walk, tile);
             while (walk.more()) {
                 const int stage = tile % c.stages;
                 const bool has_bias = features == Features::all && head.addend.bias;
@@ -168,7 +192,7 @@ class BackwardTile {
                 walk.advance(shared_.warps[warp()]);
                 wait_full(tile);
                 if (!drifts && c.stages > 1) load_queries(head, walk, tile + 1);
-                if (tile == 0) bad_keys_ = exclude_bad_keys();
+                if (tile == 0 && (partial || may_hide())) bad_keys_ = exclude_bad_keys();
                 if (now.masked && may_be_bad(stage)) now.bad_queries = exclude_bad_queries(stage);
                 differentiate_scores(head, now, tile);
                 arrive(shared_.ready);
@@ -231,20 +255,34 @@ class BackwardTile {
     __device__ __forceinline__ void load_queries(const BackwardHead<dtype>& head,
                                                  const TileWalk<c.query_tile>& walk, uint32_t tile) {
         if (!walk.more()) return;
-        const int stage = tile % c.stages;
-        const Interval seen = walk.seen(shared_.warps[warp()]);
-        load_tile<threads, QueryTile>(address(shared_.q[stage]), head.queries, walk.first(), seen);
-        load_tile<threads, QueryTile>(address(shared_.dout[stage]), head.douts, walk.first(), seen);
+        copy_queries(head.rows, walk.first(), walk.seen(shared_.warps[warp()]), tile % c.stages);
+        announce_copies(tile % c.stages);
+    }
+
+    __device__ __forceinline__ void copy_queries(const QueryRows<dtype>& from, Position first, Interval seen,
+                                                 int stage) {
+        load_tile<threads, QueryTile>(address(shared_.q[stage]), from.queries, first, seen);
+        load_tile<threads, QueryTile>(address(shared_.dout[stage]), from.douts, first, seen);
         for (int row = threadIdx.x; row < c.query_tile; row += threads) {
-            const Position query = walk.first() + row;
+            const Position query = first + row;
             const bool valid = seen.contains(query);
-            cp_async_4(shared_address(&shared_.lse[stage][row]), head.lse + (valid ? query : 0), valid);
-            cp_async_4(shared_address(&shared_.delta[stage][row]), head.delta + (valid ? query : 0), valid);
+            cp_async_4(shared_address(&shared_.lse[stage][row]), from.lse + (valid ? query : 0), valid);
+            cp_async_4(shared_address(&shared_.delta[stage][row]), from.delta + (valid ? query : 0), valid);
         }
+    }
+
+    __device__ __forceinline__ void announce_copies(int stage) {
         if constexpr (drifts)
             mbarrier_arrive_behind_copies(shared_address(&shared_.full[stage]));
         else
             cp_async_commit();
+    }
+
+    // Some query that exists may not see some key.
+    __device__ __forceinline__ bool may_hide() const {
+        const ForwardProblem& problem = problem_.forward;
+        return features != Features::none || problem.window_left >= 0 || problem.window_right >= 0 ||
+               problem.query_blocks.counts;
     }
 
     // A row of Q or dO that is not finite leaves its mark on lse or delta, unless a softcap hides it. All
@@ -271,8 +309,8 @@ class BackwardTile {
 
     __device__ __forceinline__ void differentiate_scores(const BackwardHead<dtype>& head, const Part& part,
                                                          uint32_t tile) {
-        const int row = warp() / score_columns * Scores::row_tiles * 16;
-        const int column = warp() % score_columns * Scores::column_tiles * 8;
+        const int row = warp() % c.score_rows * Scores::row_tiles * 16;
+        const int column = warp() / c.score_rows * Scores::column_tiles * 8;
         Scores s, dp;
         s.clear();
         dp.clear();

@@ -30,14 +30,12 @@ __global__ void __launch_bounds__(kConfiguration.warps * 32, blocks_of(features)
     if (tile.rows.empty()) return;
     ForwardTile<kDType, kConfiguration, features> work(problem, shared, score_unit, natural);
     work.load_first(tile, splits);
-    if (threadIdx.x == 0) {
-        work.start_barriers();
-        const int64_t rows = problem.batch * problem.heads_q * problem.seqlen_q;
-        shared.plan.make(problem, tile,
-                         {int(blockIdx.x - index * splits), splits, partial,
-                          partial + splits * rows * kConfiguration.head_dim},
-                         kConfiguration.key_tile);
-    }
+    if (threadIdx.x == 0) work.start_barriers();
+    const int64_t rows = problem.batch * problem.heads_q * problem.seqlen_q;
+    shared.plan.make(problem, tile,
+                     {int(blockIdx.x - index * splits), splits, partial,
+                      partial + splits * rows * kConfiguration.head_dim},
+                     kConfiguration.key_tile);
     __syncthreads();
     work.run();
 }

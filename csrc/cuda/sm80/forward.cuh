@@ -57,10 +57,14 @@ class ForwardTile {
 
     // Needs no plan: the copies run while thread 0 makes it.
     __device__ __forceinline__ void load_first(const RowTile& tile, int splits) {
+        load_queries(tile);
+        loaded_early_ = Pipeline::load_early(shared_.keys, problem_, tile, splits);
+    }
+
+    __device__ __forceinline__ void load_queries(const RowTile& tile) const {
         const HeadRows<const Bits<dtype>> q(problem_.q, tile.unowned ? 0 : tile.batch,
                                             tile.sequence.first_query_row, tile.head, problem_.head_dim);
         load_tile<threads, QueryTile>(q_address(), q, tile.first, tile.rows);
-        loaded_early_ = Pipeline::load_early(shared_.keys, problem_, tile, splits);
     }
 
     // tile: how many tiles have come through the stages before.
@@ -71,7 +75,7 @@ class ForwardTile {
         pipeline.begin(loaded_early_, tile, walk);
         uint32_t too_low = 0;  // rows of the lane whose maximum was, a bit each: the tile is done again
         while (walk.more() || too_low) {
-            if (!too_low) pipeline.wait(tile);
+            if (!too_low) pipeline.wait_keys(tile);
             const Position key = walk.first();
             const bool check_mask = (walk.masked() || has_bias()) && !too_low;
             const Sees sees = check_mask ? what_warp_sees(walk) : Sees::all;
@@ -79,9 +83,10 @@ class ForwardTile {
                 walk.advance(shared_.plan.warp());
                 pipeline.load(tile + 1, walk);
             };
-            const bool bad = careful && check_mask && exclude_bad_values(pipeline.v_address(tile));
+            const bool bad = careful && check_mask && exclude_bad_values(pipeline, tile);
             if (sees == Sees::none) {
                 next();
+                pipeline.wait_values(tile);
                 pipeline.leave(tile++);
                 continue;
             }
@@ -102,7 +107,8 @@ class ForwardTile {
                 });
             float sums[Scores::rows];
             exponentiate(scores, sums);
-            if (has_dropout()) drop(scores, key);
+            if (has_dropout())
+                drop(scores, shared_.plan.dropout, shared_.plan.tile.first + warp_row(), key + warp_key());
             const auto p = left_operand(scores);
             const bool check = !follows && !too_low;
             too_low = check ? rows_beyond(sums) : 0;
@@ -111,18 +117,21 @@ class ForwardTile {
             if constexpr (!optimistic) end_block(key < 0);  // the sums are done before P V starts
 #pragma unroll
             for (int r = 0; r < Scores::rows; ++r) softmax_[r].add(sums[r]);
+            pipeline.wait_values(tile);
             multiply_pv(p, pipeline.v_address(tile));
             pipeline.leave(tile++);
         }
-        if constexpr (!careful) {
+        if constexpr (careful) {
+            store();
+        } else {
             const bool hides =
                 problem_.window_left >= 0 || problem_.window_right >= 0 || problem_.visible.data;
-            if (hides && __syncthreads_or(!out_is_finite())) {
+            const bool doubtful = hides && !out_.is_finite();
+            store();
+            // Behind the stores: warps that see less than others are done before them.
+            if (hides && __syncthreads_or(doubtful))
                 run_carefully(problem_, shared_, score_unit_, natural_, tile);
-                return;
-            }
         }
-        store();
     }
 
   private:
@@ -133,7 +142,7 @@ class ForwardTile {
     static constexpr int warp_values = c.head_dim / c.columns;
     using QueryTile = SmemTile<c.query_tile, c.head_dim, element_bytes(dtype)>;
     using KeyTile = SmemTile<c.key_tile, c.head_dim, element_bytes(dtype)>;
-    using Pipeline = KeyPipeline<dtype, c.key_tile, c.head_dim, c.warps>;
+    using Pipeline = KeyPipeline<dtype, c.key_tile, c.head_dim, c.warps, 2, (c.columns > 1)>;
     using ScoreTile = SmemTile<c.query_tile, c.key_tile, element_bytes(dtype)>;
     using Scores = Fragment<warp_rows, warp_keys>;
     using Output = Fragment<warp_rows, warp_values>;
@@ -300,12 +309,12 @@ class ForwardTile {
             any |= moves[r];
         }
         if (!__any_sync(0xffffffff, any)) return;
+#pragma unroll
+        for (int r = 0; r < Scores::rows; ++r)
+            out_.scale_row(r, moves[r] ? softmax_[r].update(largest[r]) : 1);
         bool unsettled = false, rounds = false;
 #pragma unroll
         for (int r = 0; r < Scores::rows; ++r) {
-            const float rescale = moves[r] ? softmax_[r].update(largest[r]) : 1;
-#pragma unroll
-            for (int column = 0; column < Output::columns; ++column) out_.at(r, column) *= rescale;
             unsettled |= !softmax_[r].settled();
             rounds |= fabsf(softmax_[r].reference()) > kHuge;
         }
@@ -365,23 +374,16 @@ class ForwardTile {
                                                       ForwardShared<dtype, c>& shared,
                                                       const float& score_unit, const double& natural,
                                                       uint32_t tile) {
-        ForwardTile<dtype, c, features, true>(problem, shared, score_unit, natural).run(tile);
-    }
-
-    __device__ __forceinline__ bool out_is_finite() const {
-        bool finite = true;
-#pragma unroll
-        for (int r = 0; r < Scores::rows; ++r)
-#pragma unroll
-            for (int column = 0; column < Output::columns; ++column)
-                finite &= fabsf(out_.at(r, column)) < INFINITY;
-        return finite;
+        ForwardTile<dtype, c, features, true> again(problem, shared, score_unit, natural);
+        again.load_queries(shared.plan.tile);  // O took their place
+        again.run(tile);
     }
 
     // Such values become 0 in shared memory, and keys that had one are noted. All threads of the block; true
     // if there were any.
-    __device__ __forceinline__ bool exclude_bad_values(uint32_t v) {
-        return clear_bad_rows<dtype, threads, KeyTile>(shared_.bad_keys, v);
+    __device__ __forceinline__ bool exclude_bad_values(const Pipeline& pipeline, uint32_t tile) {
+        pipeline.wait_values(tile);
+        return clear_bad_rows<dtype, threads, KeyTile>(shared_.bad_keys, pipeline.v_address(tile));
     }
 
     // O of a row that sees such a key is NaN from here on.
@@ -408,20 +410,6 @@ class ForwardTile {
                 if (sees[r] != 0) out_.at(r, column) = __int_as_float(0x7fffffff);
     }
 
-    __device__ __forceinline__ void drop(Scores& p, Position key) const {
-#pragma unroll
-        for (int m = 0; m < Scores::row_tiles; ++m)
-#pragma unroll
-            for (int n = 0; n < Scores::column_tiles; n += 2) {
-                const uint32_t kept =
-                    kept_scores(shared_.plan.dropout, shared_.plan.tile.first + warp_row() + m * 16,
-                                key + warp_key() + n * 8);
-#pragma unroll
-                for (int i = 0; i < 8; ++i)
-                    if (!(kept >> i & 1)) p.at(2 * m + i / 4, 2 * n + i % 4) = 0;
-            }
-    }
-
     __device__ __forceinline__ void store() {
         float keep_scale = 1;
         if (has_dropout()) keep_scale = float(shared_.plan.dropout.keep_scale());
@@ -432,9 +420,7 @@ class ForwardTile {
 #pragma unroll
         for (int r = 0; r < Scores::rows; ++r) {
             softmax_[r].row_sum = sums[r];
-            const float factor = softmax_[r].normalizer() * keep_scale;
-#pragma unroll
-            for (int column = 0; column < Output::columns; ++column) out_.at(r, column) *= factor;
+            out_.scale_row(r, softmax_[r].normalizer() * keep_scale);
         }
         if (shared_.plan.split.count > 1) {
             store_partial();

@@ -16,11 +16,12 @@ struct KeyStages {
         alignas(128) char k[bytes];
         alignas(128) char v[bytes];
     } stages[kStages];
-    uint64_t full[kStages], empty[kStages];  // mbarriers
+    uint64_t keys_full[kStages], values_full[kStages], empty[kStages];  // mbarriers
 };
 
 // Every thread of the block has one; tiles are counted from 0 in the order in which they are visited.
-template <DType dtype, int kRows, int kColumns, int kWarps, int kStages = 2>
+// kValuesApart: wait_keys() does not wait for the values; to look at two barriers takes registers.
+template <DType dtype, int kRows, int kColumns, int kWarps, int kStages = 2, bool kValuesApart = false>
 class KeyPipeline {
   public:
     using Stages = KeyStages<dtype, kRows, kColumns, kStages>;
@@ -31,7 +32,8 @@ class KeyPipeline {
     // By one thread, before a __syncthreads.
     __device__ static void start_barriers(const Stages& shared) {
         for (int stage = 0; stage < kStages; ++stage) {
-            mbarrier_init(of_tile(shared.full, stage), threads);
+            mbarrier_init(of_tile(shared.keys_full, stage), threads);
+            mbarrier_init(of_tile(shared.values_full, stage), threads);
             mbarrier_init(of_tile(shared.empty, stage), kWarps * kWarpArrivals);
         }
     }
@@ -51,6 +53,7 @@ class KeyPipeline {
         const WholeTiles<threads, Tile> keys(k), values(v);
         if (!keys.usable() || !values.usable()) return false;
         keys.load(shared_address(shared.stages[0].k), key, int(problem.k.row_stride));
+        if (kValuesApart) cp_async_commit();
         values.load(shared_address(shared.stages[0].v), key, int(problem.v.row_stride));
         return true;
     }
@@ -62,10 +65,15 @@ class KeyPipeline {
     // block has copied, as results take the place of the queries.
     __device__ __forceinline__ void begin(bool loaded_early, uint32_t tile,
                                           const TileWalk<kRows>& walk) const {
-        if (loaded_early)
-            mbarrier_arrive_behind_copies(of_tile(shared_.full, tile));
-        else
+        if (loaded_early) {
+            if (kValuesApart) {
+                cp_async_wait<0>();  // for what load_early() committed
+                mbarrier_arrive(of_tile(shared_.keys_full, tile));
+            }
+            mbarrier_arrive_behind_copies(of_tile(shared_.values_full, tile));
+        } else {
             load(tile, walk);
+        }
         if (!walk.more()) {
             cp_async_wait_all();
             __syncthreads();
@@ -81,16 +89,23 @@ class KeyPipeline {
             keys_.load(k_address(tile), walk.first(), int(problem_.k.row_stride));
         else
             load_partial(k_address(tile), plan_.keys, walk);
+        if (kValuesApart) mbarrier_arrive_behind_copies(of_tile(shared_.keys_full, tile));
         if (whole && values_.usable())
             values_.load(v_address(tile), walk.first(), int(problem_.v.row_stride));
         else
             load_partial(v_address(tile), plan_.values, walk);
-        mbarrier_arrive_behind_copies(of_tile(shared_.full, tile));
+        mbarrier_arrive_behind_copies(of_tile(shared_.values_full, tile));
     }
 
-    // Until the tile's keys and values are there, and all that this block's threads copied before.
-    __device__ __forceinline__ void wait(uint32_t tile) const {
-        mbarrier_wait(of_tile(shared_.full, tile), tile / kStages % 2);
+    // Until the tile's keys are there, and all that this block's threads copied before.
+    __device__ __forceinline__ void wait_keys(uint32_t tile) const {
+        const auto& full = kValuesApart ? shared_.keys_full : shared_.values_full;
+        mbarrier_wait(of_tile(full, tile), tile / kStages % 2);
+    }
+
+    // Behind wait_keys().
+    __device__ __forceinline__ void wait_values(uint32_t tile) const {
+        if (kValuesApart) mbarrier_wait(of_tile(shared_.values_full, tile), tile / kStages % 2);
     }
 
     // The warp is done with the tile.

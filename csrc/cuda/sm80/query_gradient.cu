@@ -24,10 +24,8 @@ __global__ void __launch_bounds__(kConfiguration.warps * 32,
     if (tile.rows.empty()) return;
     QueryGradientTile<kDType, kConfiguration, features> work(problem, shared);
     work.load_first(tile);
-    if (threadIdx.x == 0) {
-        work.start_barriers();
-        shared.plan.make(problem.forward, tile, {0, 1, nullptr, nullptr}, kConfiguration.key_tile);
-    }
+    if (threadIdx.x == 0) work.start_barriers();
+    shared.plan.make(problem.forward, tile, {0, 1, nullptr, nullptr}, kConfiguration.key_tile);
     __syncthreads();
     work.run();
 }

@@ -45,7 +45,7 @@ class QueryGradientTile {
         const Pipeline pipeline(shared_.keys, problem_.forward, shared_.plan);
         pipeline.begin(loaded_early_, 0, walk);
         for (uint32_t tile = 0; walk.more(); ++tile) {
-            pipeline.wait(tile);
+            pipeline.wait_keys(tile);
             const bool has_bias = features == Features::all && shared_.plan.addend.bias;
             const Part part{walk.first(), walk.seen(shared_.plan.warp()), walk.masked() || has_bias,
                             walk.masked() && shared_.plan.warp().run.partial};

@@ -1,4 +1,4 @@
-// What the threads of a block that owns a tile of queries need to know, worked out by thread 0 and kept in
+// What the threads of a block that owns a tile of queries need to know, worked out by two threads and kept in
 // shared memory: registers are scarce.
 #pragma once
 
@@ -39,9 +39,23 @@ struct QueryPlan {
     SchedulePlace start;  // where every warp starts
     SchedulePlace warps[kWarps];
 
-    __device__ void make(const ForwardProblem& problem, const RowTile& row_tile, const Split& part,
-                         Position key_tile) {
-        tile = row_tile;
+    // By all threads, before a __syncthreads.
+    __device__ __forceinline__ void make(const ForwardProblem& problem, const RowTile& row_tile,
+                                         const Split& part, Position key_tile) {
+        if (threadIdx.x == 0) make_schedule(problem, row_tile, part, key_tile);
+        if (threadIdx.x == 32) make_operands(problem, row_tile, part);
+    }
+
+    __device__ __forceinline__ SchedulePlace& warp() { return warps[threadIdx.x / 32]; }
+    __device__ __forceinline__ const SchedulePlace& warp() const { return warps[threadIdx.x / 32]; }
+
+    __device__ __forceinline__ Interval visible(Position query) const {
+        return intersection(mask.keys_of(query), slice);
+    }
+
+  private:
+    __device__ __forceinline__ void make_operands(const ForwardProblem& problem, const RowTile& tile,
+                                                  const Split& part) {
         split = part;
         const Sequence& sequence = tile.sequence;
         const int64_t batch = tile.unowned ? 0 : tile.batch;
@@ -54,25 +68,24 @@ struct QueryPlan {
             keys = {problem.k, sequence.key_entry, first_key, tile.key_head, problem.head_dim};
             values = {problem.v, sequence.key_entry, first_key, tile.key_head, problem.head_dim_v};
         }
-        mask = Mask(problem, sequence);
         transform = ScoreTransform<GpuMath>(problem, batch, tile.head);
         if (problem.dropout_threshold) dropout = Dropout(problem, batch, tile.head);
         addend = ScoreAddend<dtype>(problem, batch, tile.head);
-        slice = tile.unowned ? Interval(0, 0) : split.keys(sequence.seqlen_k, key_tile);
+    }
+
+    __device__ __forceinline__ void make_schedule(const ForwardProblem& problem, const RowTile& row_tile,
+                                                  const Split& part, Position key_tile) {
+        tile = row_tile;
+        mask = Mask(problem, tile.sequence);
+        slice = tile.unowned ? Interval(0, 0) : part.keys(tile.sequence.seqlen_k, key_tile);
         const Interval first = visible(tile.rows.begin), last = visible(tile.rows.end - 1);
         start.schedule =
             problem.key_blocks.counts
                 ? TileSchedule(first, last, key_tile,
-                               block_list_of(problem.key_blocks, batch, tile.head, tile.rows.begin))
+                               block_list_of(problem.key_blocks, tile.unowned ? 0 : tile.batch, tile.head,
+                                             tile.rows.begin))
                 : TileSchedule(first, last, key_tile);
         start.next();
-    }
-
-    __device__ __forceinline__ SchedulePlace& warp() { return warps[threadIdx.x / 32]; }
-    __device__ __forceinline__ const SchedulePlace& warp() const { return warps[threadIdx.x / 32]; }
-
-    __device__ __forceinline__ Interval visible(Position query) const {
-        return intersection(mask.keys_of(query), slice);
     }
 };
 

@@ -31,6 +31,20 @@ __device__ __forceinline__ uint32_t kept_scores(const Dropout& dropout, Position
     return kept;
 }
 
+// query, key: of the fragment's first row and column.
+template <class Scores>
+__device__ __forceinline__ void drop(Scores& p, const Dropout& dropout, Position query, Position key) {
+#pragma unroll
+    for (int m = 0; m < Scores::row_tiles; ++m)
+#pragma unroll
+        for (int n = 0; n < Scores::column_tiles; n += 2) {
+            const uint32_t kept = kept_scores(dropout, query + m * 16, key + n * 8);
+#pragma unroll
+            for (int i = 0; i < 8; ++i)
+                if (!(kept >> i & 1)) p.at(2 * m + i / 4, 2 * n + i % 4) = 0;
+        }
+}
+
 // The part of the score matrix that a warp's fragment covers.
 struct ScorePart {
     Position first_query, first_key;

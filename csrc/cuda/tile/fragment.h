@@ -38,11 +38,23 @@ struct Fragment {
     __device__ __forceinline__ static int column(int c) { return c / 2 * 8 + lane_index() % 4 * 2 + c % 2; }
     static constexpr int columns = 2 * column_tiles;  // that one lane holds
 
+    __device__ __forceinline__ void scale_row(int r, float factor) {
+#pragma unroll
+        for (int column = 0; column < columns; ++column) at(r, column) *= factor;
+    }
+
     __device__ __forceinline__ void operator*=(float factor) {
+#pragma unroll
+        for (int r = 0; r < rows; ++r) scale_row(r, factor);
+    }
+
+    __device__ __forceinline__ bool is_finite() const {
+        bool finite = true;
 #pragma unroll
         for (int r = 0; r < rows; ++r)
 #pragma unroll
-            for (int column = 0; column < columns; ++column) at(r, column) *= factor;
+            for (int column = 0; column < columns; ++column) finite &= fabsf(at(r, column)) < INFINITY;
+        return finite;
     }
 };
 

@@ -4,6 +4,7 @@
 
 #include "../../attention/host_device.h"
 #include "../ptx/exp2.h"
+#include "../ptx/reciprocal.h"
 
 namespace flash::cuda {
 
@@ -25,8 +26,7 @@ struct GpuMath {
         return condition ? yes : no;
     }
     __device__ __forceinline__ static float exponential(float x) { return exp2_approximate(x); }
-    // Without branches; of more than 2^126 it is 0.
-    __device__ __forceinline__ static float reciprocal(float x) { return __fdividef(1, x); }
+    __device__ __forceinline__ static float reciprocal(float x) { return reciprocal_approximate(x); }
     // x * factor + log(y), rounded once: the backward recomputes every probability from it.
     __device__ __forceinline__ static float plus_log(float x, double factor, float y) {
         return float(x * factor + double(logf(y)));

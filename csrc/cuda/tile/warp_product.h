@@ -3,6 +3,7 @@
 // lane_columns_first(), already moved to the warp's part.
 #pragma once
 
+#include "../ptx/stmatrix.h"
 #include "element.h"
 #include "product_steps.h"
 #include "smem_tile.h"
@@ -107,6 +108,22 @@ __device__ __forceinline__ void multiply_registers_by_columns(Accumulators& d, c
 template <DType dtype, class Tile, class Accumulators>
 __device__ __forceinline__ void store_fragment(uint32_t tile, const Accumulators& d, int row, int column) {
     static_assert(holds<Tile, dtype>);
+#if __CUDA_ARCH__ >= 900
+    if constexpr (dtype != DType::float32 && Accumulators::column_tiles % 2 == 0) {
+        const uint32_t lane = Tile::template part<Accumulators::column_tiles * 8>(
+            Tile::lane_rows_first(tile), row, column);
+#pragma unroll
+        for (int m = 0; m < Accumulators::row_tiles; ++m)
+#pragma unroll
+            for (int n = 0; n < Accumulators::column_tiles; n += 2) {
+                const auto &left = d.value[m][n], &right = d.value[m][n + 1];
+                stmatrix_x4(Tile::at(lane, m * 16, n * 8),
+                            {pack<dtype>(left[0], left[1]), pack<dtype>(left[2], left[3]),
+                             pack<dtype>(right[0], right[1]), pack<dtype>(right[2], right[3])});
+            }
+        return;
+    }
+#endif
 #pragma unroll
     for (int r = 0; r < Accumulators::rows; ++r)
 #pragma unroll
