@@ -47,7 +47,7 @@ def test_kernels(tmp_path):
 
 def test_a_wrong_kernel_is_noticed(tmp_path):
     """Without the wait for the copies of a tile."""
-    wait = "mbarrier_wait(of_tile(shared_.full, tile), tile / kStages % 2);"
+    wait = "mbarrier_wait(of_tile(full, tile), tile / kStages % 2);"
     assert wait in (FOLDER.parents[1] / "csrc/cuda/sm80/key_stages.cuh").read_text()
     build.build(tmp_path, ["sm80_forward_bfloat16_d64", "sm80_backward_bfloat16_d64",
                            "query_gradient_bfloat16_d64", "sm80_bias_gradient_bfloat16"],

@@ -96,7 +96,7 @@ class ForwardOutput {
             const OnlineSoftmax<GpuMath>& row = softmax.rows[r];
             const bool huge = !(fabsf(row.reference()) < kHuge);
             const bool small = c.transformed && row.settled() && row.row_sum < kSmall;
-            const bool right = finite[r] & (row.row_sum < INFINITY) & !huge & !small;
+            const bool right = finite[r] & (row.row_sum < kTooLarge) & !huge & !small;
             const bool mine = !careful & !right & tile.rows.contains(query(tile, r));
             follows[r] = mine & (huge | small | !(row.row_sum < kLarge));
             wrong |= mine;
@@ -130,6 +130,8 @@ class ForwardOutput {
     using Operand = RegisterOperand<dtype, 16, c.head_dim>;
 
     static constexpr float kHuge = 1 << 22;  // scores whose rounding errors matter as exponents
+    // A sum of probabilities whose reciprocal is 0 (GpuMath).
+    static constexpr float kTooLarge = 0x1p126f;
     // A sum of probabilities from which on their reference may be why the row is not finite.
     static constexpr float kLarge = dtype == DType::float16 ? 1 << 15 : 1 << 24;
     // And one from which on downwards probabilities are too small to be exact, as where ALiBi hides what the

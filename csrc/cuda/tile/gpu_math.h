@@ -26,6 +26,7 @@ struct GpuMath {
         return condition ? yes : no;
     }
     __device__ __forceinline__ static float exponential(float x) { return exp2_approximate(x); }
+    // 0 from 2^126 on.
     __device__ __forceinline__ static float reciprocal(float x) { return reciprocal_approximate(x); }
     // x * factor + log(y), rounded once: the backward recomputes every probability from it.
     __device__ __forceinline__ static float plus_log(float x, double factor, float y) {

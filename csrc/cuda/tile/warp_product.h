@@ -104,12 +104,21 @@ __device__ __forceinline__ void multiply_registers_by_columns(Accumulators& d, c
         [&](uint32_t (&b)[4], int k, int n) { B::load_b_transposed(b, b_lane, k, n); });
 }
 
+// Of two 16-bit tiles of columns, from Hopper on by one instruction.
+template <DType dtype, class Accumulators>
+constexpr bool stores_matrices() {
+#if __CUDA_ARCH__ >= 900
+    return dtype != DType::float32 && Accumulators::column_tiles % 2 == 0;
+#else
+    return false;
+#endif
+}
+
 // Writes accumulators, rounded to dtype, to the part of a shared tile that starts at (row, column).
 template <DType dtype, class Tile, class Accumulators>
 __device__ __forceinline__ void store_fragment(uint32_t tile, const Accumulators& d, int row, int column) {
     static_assert(holds<Tile, dtype>);
-#if __CUDA_ARCH__ >= 900
-    if constexpr (dtype != DType::float32 && Accumulators::column_tiles % 2 == 0) {
+    if constexpr (stores_matrices<dtype, Accumulators>()) {
         const uint32_t lane = Tile::template part<Accumulators::column_tiles * 8>(
             Tile::lane_rows_first(tile), row, column);
 #pragma unroll
@@ -121,25 +130,24 @@ __device__ __forceinline__ void store_fragment(uint32_t tile, const Accumulators
                             {pack<dtype>(left[0], left[1]), pack<dtype>(left[2], left[3]),
                              pack<dtype>(right[0], right[1]), pack<dtype>(right[2], right[3])});
             }
-        return;
+    } else {
+#pragma unroll
+        for (int r = 0; r < Accumulators::rows; ++r)
+#pragma unroll
+            for (int n = 0; n < Accumulators::column_tiles; ++n) {
+                constexpr int elements = Tile::chunk_elements;
+                const int chunk = column / elements + n * 8 / elements;
+                const uint32_t place =
+                    Tile::offset(row + Accumulators::row(r), chunk / Tile::chunks, chunk % Tile::chunks);
+                const auto& x = d.value[r / 2][n];
+                if constexpr (dtype == DType::float32)
+                    store_shared(tile + place + lane_index() % 4 * 8,
+                                 make_uint2(__float_as_uint(x[r % 2 * 2]), __float_as_uint(x[r % 2 * 2 + 1])));
+                else
+                    store_shared(tile + place + lane_index() % 4 * 4,
+                                 pack<dtype>(x[r % 2 * 2], x[r % 2 * 2 + 1]));
+            }
     }
-#endif
-#pragma unroll
-    for (int r = 0; r < Accumulators::rows; ++r)
-#pragma unroll
-        for (int n = 0; n < Accumulators::column_tiles; ++n) {
-            constexpr int elements = Tile::chunk_elements;
-            const int chunk = column / elements + n * 8 / elements;
-            const uint32_t place =
-                Tile::offset(row + Accumulators::row(r), chunk / Tile::chunks, chunk % Tile::chunks);
-            const auto& x = d.value[r / 2][n];
-            if constexpr (dtype == DType::float32)
-                store_shared(tile + place + lane_index() % 4 * 8,
-                             make_uint2(__float_as_uint(x[r % 2 * 2]), __float_as_uint(x[r % 2 * 2 + 1])));
-            else
-                store_shared(tile + place + lane_index() % 4 * 4,
-                             pack<dtype>(x[r % 2 * 2], x[r % 2 * 2 + 1]));
-        }
 }
 
 }  // namespace flash::cuda
