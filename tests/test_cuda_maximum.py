@@ -48,8 +48,8 @@ def test_scores_that_rise(dtype, head_dim, seqlen_k, rise):
 @pytest.mark.parametrize("seqlen_k", SEQLENS_K)
 @pytest.mark.parametrize("height", [83.0, 84.0, 85.0])
 def test_sums_at_the_end_of_the_range(dtype, head_dim, seqlen_k, height):
-    """Relative to the first keys' maximum, sums between 2^126 and 2^128: float32 has them, but their reciprocals
-    only as subnormal numbers, which GPUs take for 0."""
+    """Relative to the first keys' maximum, sums between 2^126 and 2^128: float32 has them, but their
+    reciprocals only as subnormal numbers, which GPUs take for 0."""
     case = Case(dtype, 1, 150, seqlen_k, 2, 1, head_dim, device=DEVICE)
     q, k, v, _ = case.draw()
     q[..., 0], k[..., 0] = 4 * head_dim**0.5, 0

@@ -140,12 +140,12 @@ __device__ __forceinline__ void store_fragment(uint32_t tile, const Accumulators
                 const uint32_t place =
                     Tile::offset(row + Accumulators::row(r), chunk / Tile::chunks, chunk % Tile::chunks);
                 const auto& x = d.value[r / 2][n];
+                const float first = x[r % 2 * 2], second = x[r % 2 * 2 + 1];
                 if constexpr (dtype == DType::float32)
                     store_shared(tile + place + lane_index() % 4 * 8,
-                                 make_uint2(__float_as_uint(x[r % 2 * 2]), __float_as_uint(x[r % 2 * 2 + 1])));
+                                 make_uint2(__float_as_uint(first), __float_as_uint(second)));
                 else
-                    store_shared(tile + place + lane_index() % 4 * 4,
-                                 pack<dtype>(x[r % 2 * 2], x[r % 2 * 2 + 1]));
+                    store_shared(tile + place + lane_index() % 4 * 4, pack<dtype>(first, second));
             }
     }
 }
