@@ -49,52 +49,59 @@ __global__ void __launch_bounds__(kThreads)
 
 constexpr int kDqElements = kConfiguration.query_tile * kConfiguration.head_dim;
 
-RowTiling query_tiling(const ForwardProblem& problem) {
-    // A block list may cut queries elsewhere; the sums' tiles are counted from the first query.
-    ForwardProblem dense = problem;
-    dense.key_blocks = {};
-    return RowTiling::of_queries(dense, kConfiguration.query_tile, 0);
-}
+// How one launch adds dQ up, and in which order blocks take tiles of keys.
+struct Walk {
+    RowTiling queries, keys;
+    DqSums dq_sums;
 
-RowTiling key_tiling(const ForwardProblem& problem, const Device& device) {
+    Walk(const ForwardProblem& problem, const Device& device)
+        : queries(query_tiling(problem)),
+          keys(RowTiling::of_keys(problem, kConfiguration.key_tile,
+                                  device.l2_bytes / (finishes_dq(problem) ? 12 : 3))),
+          dq_sums(problem.deterministic ? DqSums(queries) : sums(problem, device)) {}
+
+  private:
+    static RowTiling query_tiling(const ForwardProblem& problem) {
+        // A block list may cut queries elsewhere; the sums' tiles are counted from the first query.
+        ForwardProblem dense = problem;
+        dense.key_blocks = {};
+        return RowTiling::of_queries(dense, kConfiguration.query_tile, 0);
+    }
+
+    DqSums sums(const ForwardProblem& problem, const Device& device) const {
+        return DqSums(keys, queries, RowTiling::group_of(problem),
+                      int64_t(device.multiprocessors) * kConfiguration.blocks, kDqElements, true,
+                      features_of(problem) == Features::none ? float(problem.softmax_scale) : 1.f);
+    }
+
     // Sums that are finished in the walk want to stay in the cache as well, those of two sections.
-    const bool in_walk =
-        !problem.deterministic &&
-        DqSums::units_are_small(query_tiling(problem), RowTiling::group_of(problem), kDqElements);
-    return RowTiling::of_keys(problem, kConfiguration.key_tile, device.l2_bytes / (in_walk ? 12 : 3));
-}
-
-DqSums dq_sums_of(const ForwardProblem& problem, const RowTiling& keys, const Device& device) {
-    const RowTiling queries = query_tiling(problem);
-    if (problem.deterministic) return DqSums(queries);
-    return DqSums(keys, queries, RowTiling::group_of(problem),
-                  int64_t(device.multiprocessors) * kConfiguration.blocks, kDqElements, true,
-                  features_of(problem) == Features::none ? float(problem.softmax_scale) : 1.f);
-}
+    bool finishes_dq(const ForwardProblem& problem) const {
+        return !problem.deterministic &&
+               DqSums::units_are_small(queries, RowTiling::group_of(problem), kDqElements);
+    }
+};
 
 int64_t workspace_bytes(const BackwardProblem& problem, const Device& device) {
-    if (problem.forward.deterministic) return 0;
-    return dq_sums_of(problem.forward, key_tiling(problem.forward, device), device).bytes();
+    return problem.forward.deterministic ? 0 : Walk(problem.forward, device).dq_sums.bytes();
 }
 
 template <Features features>
 void launch_features(const BackwardProblem& problem, const Launch& launch) {
     const ForwardProblem& forward = problem.forward;
     compute_delta(problem, launch);
-    const RowTiling keys = key_tiling(forward, launch.device);
-    DqSums dq_sums = dq_sums_of(forward, keys, launch.device);
+    Walk walk(forward, launch.device);
     if (!forward.deterministic) {
-        set_zero(launch.workspace, dq_sums.bytes(), FLASH_KERNEL_NAME, launch);
-        dq_sums.lie_at(launch.workspace);
+        set_zero(launch.workspace, walk.dq_sums.bytes(), FLASH_KERNEL_NAME, launch);
+        walk.dq_sums.lie_at(launch.workspace);
     }
-    launch_kernel(FLASH_KERNEL_NAME, attention_backward<features>, keys.count(), kThreads, kSharedBytes,
-                  launch, problem, keys, dq_sums);
+    launch_kernel(FLASH_KERNEL_NAME, attention_backward<features>, walk.keys.count(), kThreads, kSharedBytes,
+                  launch, problem, walk.keys, walk.dq_sums);
     if (problem.dbias.data) FLASH_BIAS_GRADIENT(problem, launch);
     if (forward.deterministic)
         FLASH_QUERY_GRADIENT(problem, launch);
     else
-        launch_kernel(FLASH_KERNEL_NAME, finish_dq, dq_sums.unfinished_tiles(), kThreads,
-                      kDqElements * element_bytes(kDType), launch, problem, dq_sums);
+        launch_kernel(FLASH_KERNEL_NAME, finish_dq, walk.dq_sums.unfinished_tiles(), kThreads,
+                      kDqElements * element_bytes(kDType), launch, problem, walk.dq_sums);
 }
 
 void launch(const BackwardProblem& problem, const Launch& launch) {

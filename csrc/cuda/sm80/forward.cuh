@@ -86,7 +86,7 @@ class ForwardTile {
             const bool bad = careful && check_mask && exclude_bad_values(pipeline, tile);
             if (sees == Sees::none) {
                 next();
-                pipeline.wait_values(tile);
+                pipeline.wait_values(tile);  // who leaves a stage lets it be filled again
                 pipeline.leave(tile++);
                 continue;
             }
