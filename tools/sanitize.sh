@@ -6,7 +6,8 @@
 #
 # flash_attn has to be installed with a GPU engine. Prints one line a tool; what a tool found goes to standard
 # error in full, with seconds a case. Exit status 1 if any tool found anything, a case failed, or no case ran;
-# 2 without compute-sanitizer. PYTHON (default python3) runs the cases; SANITIZER is the tool, if not on the path.
+# 2 without compute-sanitizer, or if a tool does not find a bug that is there (sanitize_bugs.cu, by nvcc). PYTHON
+# (default python3) runs the cases; SANITIZER is the tool, if not on the path.
 #
 # Only our kernels are instrumented (their names hold "flash"), except by initcheck, which has to see every
 # write. Without torch's caching allocator each tensor is an allocation of its own, so that memcheck sees the
@@ -26,8 +27,11 @@ sanitizer=${SANITIZER:-$(command -v compute-sanitizer)}
 tools=("$@")
 [ ${#tools[@]} -gt 0 ] || tools=(memcheck racecheck synccheck initcheck)
 log=$(mktemp)
-trap 'rm -f "$log"' EXIT
+bugs=$(mktemp)
+trap 'rm -f "$log" "$bugs"' EXIT
 failed=0
+nvcc=$(command -v nvcc || echo "${CUDA_HOME:-/usr/local/cuda}/bin/nvcc")
+"$nvcc" -arch=native -o "$bugs" "$here/sanitize_bugs.cu" || exit 2
 
 # A filter that matches no kernel would find nothing.
 if ! "${PYTHON:-python3}" "$here/sanitize_cases.py" "${tools[0]}" -k "${CASES:-}" --kernels >"$log" 2>&1; then
@@ -47,6 +51,12 @@ for tool in "${tools[@]}"; do
         synccheck) ;;
         *) echo "$tool is none of memcheck, racecheck, synccheck, initcheck" >&2; exit 2 ;;
     esac
+    "$sanitizer" --tool "$tool" ${ours[@]+"${ours[@]}"} "$bugs" "$tool" >"$log" 2>&1
+    if ! grep -qE 'SUMMARY: [1-9][0-9]* (error|hazard)' "$log"; then
+        cat "$log" >&2
+        echo "$tool: does not see bugs on this machine"
+        exit 2
+    fi
     env ${uncached[@]+"${uncached[@]}"} "$sanitizer" --tool "$tool" --error-exitcode 9 \
         ${ours[@]+"${ours[@]}"} ${more[@]+"${more[@]}"} \
         "${PYTHON:-python3}" "$here/sanitize_cases.py" "$tool" -k "${CASES:-}" >"$log" 2>&1 || status=$?
