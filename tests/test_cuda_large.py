@@ -214,16 +214,24 @@ def test_rows_of_a_wide_buffer(position):
     case = Case(torch.bfloat16, num_heads=heads, num_heads_k=heads, head_dim=head_dim, causal=True,
                 window_size=(60, 0), cu_seqlens_q=ends, cu_seqlens_k=ends, device=DEVICE)
     inputs = draw(case)
-    expected = run(case, inputs, deterministic=True)
-    buffer = torch.full((rows, width), torch.nan, device=DEVICE, dtype=case.dtype)
-    views = [*inputs]
-    for i, name in enumerate(("q", "k", "v", "dout")):
-        if position in (name, "all"):
-            first = 1 + i * heads * head_dim if position == "all" else width - heads * head_dim
-            views[i] = buffer[:, first : first + heads * head_dim].unflatten(-1, (heads, head_dim))
-            views[i].copy_(inputs[i])
-            assert views[i].stride(0) == width
-    assert_bitwise(run(case, views, deterministic=True), expected)
+
+    def views_of(width):
+        """The inputs of `position`, or all one element beside a multiple of 16 bytes."""
+        buffer = torch.full((rows, width), torch.nan, device=DEVICE, dtype=case.dtype)
+        views = [*inputs]
+        for i, name in enumerate(("q", "k", "v", "dout")):
+            if position in (name, "all"):
+                first = 1 + i * heads * head_dim if position == "all" else width - heads * head_dim
+                views[i] = buffer[:, first : first + heads * head_dim].unflatten(-1, (heads, head_dim))
+                views[i].copy_(inputs[i])
+                assert views[i].stride(0) == width
+        return views
+
+    # The bits are the engine's, and sm90 takes no such rows.
+    narrow = views_of(4 * heads * head_dim + 8) if position == "all" else inputs
+    expected = run(case, narrow, deterministic=True)
+    del narrow
+    assert_bitwise(run(case, views_of(width), deterministic=True), expected)
     dense = replace(case, cu_seqlens_q=(), cu_seqlens_k=(), batch=1)
     padded = Result(*(x[None] for x in vars(expected).values()))
     check_window(dense, [x[None] for x in inputs], padded, rows - 300)
