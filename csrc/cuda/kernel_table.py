@@ -42,6 +42,7 @@ class HopperForward:
     biased: bool = False  # for a bias, and those
     # Under a diagonal or a map of blocks it is for more of them: its tiles would be filled too badly.
     diagonal_keys: int = 0
+    held_queries: int = 0  # so many of their columns are in registers as well
 
     @property
     def query_tile(self):
@@ -78,6 +79,8 @@ class HopperBackward:
     stages: int  # query and dO tiles in flight
     transformed: bool = False  # for a softcap, ALiBi, or a scale that is not positive
     biased: bool = False  # for a bias, and those, but for a softcap
+    held_keys: int = 0  # so many columns of the keys, and of the values, are in registers as well
+    held_values: int = 0
 
     @property
     def blocks(self):
@@ -208,11 +211,11 @@ ROWS = [
         HopperForward(96, 112, warpgroups=3, stages=2, query_slots=6, registers=160, diagonal_keys=3072),
         from_keys=2048),
     Row("sm90", "forward", HALVES,
-        HopperForward(96, 128, warpgroups=2, stages=2, query_slots=4, stages_output=True)),
+        HopperForward(96, 128, warpgroups=2, stages=2, query_slots=4, stages_output=True, held_queries=64)),
     Row("sm90", "forward", HALVES,
         HopperForward(128, 80, warpgroups=3, stages=4, query_slots=3, registers=152), from_keys=2048),
     Row("sm90", "forward", HALVES,
-        HopperForward(128, 128, warpgroups=2, stages=2, query_slots=4, stages_output=True)),
+        HopperForward(128, 128, warpgroups=2, stages=2, query_slots=4, stages_output=True, held_queries=32)),
     Row("sm90", "forward", HALVES,
         HopperForward(128, 128, warpgroups=2, stages=2, query_slots=4, transformed=True)),
     Row("sm90", "forward", HALVES,
@@ -230,8 +233,7 @@ ROWS = [
     Row("sm80", "forward", HALVES, Forward(192, 128, 64, warps=8, blocks=1, columns=2, retries=1)),
     Row("sm80", "forward", HALVES, Forward(192, 128, 32, warps=8, blocks=1)),
     Row("sm90", "forward", HALVES,
-        HopperForward(256, 80, warpgroups=2, stages=2, query_slots=2, diagonal_keys=1024), from_keys=513),
-    Row("sm90", "forward", HALVES, HopperForward(256, 64, warpgroups=2, stages=2, query_slots=3)),
+        HopperForward(256, 64, warpgroups=2, stages=2, query_slots=3, held_queries=64)),
     Row("sm90", "forward", HALVES,
         HopperForward(256, 80, warpgroups=2, stages=2, query_slots=2, transformed=True)),
     Row("sm90", "forward", HALVES,
@@ -246,7 +248,7 @@ ROWS = [
     Row("sm80", "backward", HALVES,
         Backward(64, 128, 128, 8, 2, 1, score_rows=4, gradient_rows=4, dq_rows=4), from_keys=1024),
     Row("sm80", "backward", HALVES, Backward(64, 64, 64, 4, 2, 3, score_rows=2, gradient_rows=2, dq_rows=2)),
-    Row("sm90", "backward", HALVES, HopperBackward(96, 64, 128, stages=3)),
+    Row("sm90", "backward", HALVES, HopperBackward(96, 64, 128, stages=3, held_keys=64, held_values=64)),
     Row("sm90", "backward", HALVES, HopperBackward(128, 64, 128, stages=3)),
     Row("sm90", "backward", HALVES, HopperBackward(128, 64, 128, stages=3, transformed=True)),
     Row("sm90", "backward", HALVES, HopperBackward(128, 64, 128, stages=2, transformed=True, biased=True)),
@@ -254,12 +256,16 @@ ROWS = [
     Row("sm80", "backward", HALVES,
         Backward(128, 64, 128, 8, 2, 1, score_rows=2, gradient_rows=4, dq_rows=2, finish_apart=1)),
     Row("sm80", "backward", HALVES, Backward(128, 64, 64, 8, 1, 1, score_rows=4, gradient_rows=4, dq_rows=2)),
-    Row("sm90", "wide_backward", HALVES, HopperBackward(192, 64, 64, stages=3)),
-    Row("sm90", "wide_backward", HALVES, HopperBackward(192, 64, 64, stages=3, transformed=True)),
+    Row("sm90", "wide_backward", HALVES,
+        HopperBackward(192, 64, 64, stages=3, held_keys=192, held_values=192)),
+    Row("sm90", "wide_backward", HALVES,
+        HopperBackward(192, 64, 64, stages=3, transformed=True, held_keys=192, held_values=192)),
     Row("sm80", "backward", HALVES, Backward(192, 64, 64, 8, 2, 1, score_rows=4, gradient_rows=4, dq_rows=4)),
     Row("sm80", "backward", HALVES, Backward(192, 32, 32, 4, 2, 1, score_rows=2, gradient_rows=2, dq_rows=2)),
-    Row("sm90", "wide_backward", HALVES, HopperBackward(256, 48, 64, stages=3)),
-    Row("sm90", "wide_backward", HALVES, HopperBackward(256, 48, 64, stages=3, transformed=True)),
+    Row("sm90", "wide_backward", HALVES,
+        HopperBackward(256, 48, 64, stages=3, held_keys=160, held_values=160)),
+    Row("sm90", "wide_backward", HALVES,
+        HopperBackward(256, 48, 64, stages=3, transformed=True, held_keys=160, held_values=160)),
     Row("sm80", "backward", HALVES, Backward(256, 64, 64, 8, 2, 1, score_rows=2, gradient_rows=2, dq_rows=2)),
     Row("sm80", "backward", HALVES, Backward(256, 64, 64, 8, 1, 1, score_rows=2, gradient_rows=2, dq_rows=2)),
     Row("sm80", "backward", HALVES, Backward(256, 32, 32, 4, 1, 1, score_rows=2, gradient_rows=2, dq_rows=2)),

@@ -315,6 +315,7 @@ constexpr bool (*const kCases[])() = {
     store<64, 64, 2>,
     store<64, 32, 2>,
     store<64, 96, 4>,
+    store<32, 96, 2>,  // a warp's 48 columns are neither whole panels nor a part of one
     store<32, 192, 2>,
     store<32, 256, 1>,
 };

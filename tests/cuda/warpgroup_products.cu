@@ -1,5 +1,6 @@
 // The products of csrc/cuda/sm90/warpgroup_product.h for FLASH_DTYPE: every number of columns that wgmma has
-// here, both orders of an operand in shared memory, A in registers; against a plain loop in double.
+// here, both orders of an operand in shared memory, A in registers or some of it; against a plain loop in
+// double.
 #include "../../csrc/cuda/ptx/tma.h"
 #include "../../csrc/cuda/sm90/tensor_map.h"
 #include "../../csrc/cuda/sm90/warpgroup_product.h"
@@ -26,11 +27,13 @@ __device__ uint16_t& element(char* tile, int row, int column) {
     return *reinterpret_cast<uint16_t*>(tile + place<T>(row, column));
 }
 
+// step: from a panel's first column to the next one's.
 template <class T>
-__device__ void fill(char* tile, const uint16_t* from, int columns) {
+__device__ void fill(char* tile, const uint16_t* from, int columns, int step = sm90::kPanel) {
     for (int i = threadIdx.x; i < T::rows * T::columns; i += kThreads) {
-        const int row = i / T::columns, column = i % T::columns;
-        element<T>(tile, row, column) = column < columns ? from[row * columns + column] : 0;
+        const int row = i / T::columns, place = i % T::columns;
+        const int column = place / sm90::kPanel * step + place % sm90::kPanel;
+        element<T>(tile, row, place) = column < columns ? from[row * columns + column] : 0;
     }
 }
 
@@ -83,6 +86,20 @@ struct RegistersByRows {
     }
 };
 
+// Its first columns, and the others from panels that overlap.
+template <int N, int K>
+struct HeldRowsByRows : RowsByRows<N, K> {
+    static constexpr const char* name = "held rows by rows";
+    static constexpr int step = 48;
+
+    __device__ static void run(Fragment<16, N>& d, uint32_t a, uint32_t b) {
+        sm90::HeldRows<kDType, 32> held;
+        held.load<Tile<64, K>>(memory, int(threadIdx.x) / 32 * 16);
+        wgmma_fence();
+        sm90::multiply_held_rows_by_rows<kDType, K, step>(d, held, a, 64, b);
+    }
+};
+
 template <int N, int K>
 struct RegistersByColumns {
     static constexpr const char* name = "registers by columns";
@@ -100,7 +117,10 @@ template <class Product, int N>
 __global__ void __launch_bounds__(kThreads) multiply(const uint16_t* a, const uint16_t* b, float* to) {
     using A = Tile<Product::a_rows, Product::a_columns>;
     using B = Tile<Product::b_rows, Product::b_columns>;
-    fill<A>(memory, a, Product::a_columns);
+    if constexpr (requires { Product::step; })
+        fill<A>(memory, a, Product::a_columns, Product::step);
+    else
+        fill<A>(memory, a, Product::a_columns);
     fill<B>(memory + A::bytes, b, Product::b_columns);
     fence_async_proxy();
     __syncthreads();
@@ -155,6 +175,7 @@ bool product() {
 template <int N>
 bool products() {
     bool right = product<RowsByRows, N, 144>() & product<RegistersByRows, N, 144>();
+    right &= product<HeldRowsByRows, N, 144>();
     right &= product<RegistersByColumns, N, 144>() & product<ColumnsByColumns, N, 144>();
     return right;
 }

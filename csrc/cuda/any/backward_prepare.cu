@@ -9,7 +9,7 @@ namespace {
 
 // A block does the rows of one head: a group of lanes the products of some; then a thread each what becomes
 // of those, so that what lies by rows is read and written in whole sectors.
-constexpr int kThreads = 256, kRowsOfGroup = 4;
+constexpr int kThreads = 128, kRowsOfGroup = 4;
 // Lanes of a group: 8 read 64 16-bit elements of a row at once, 4 read 32.
 template <int kLanes>
 struct Block {

@@ -148,12 +148,15 @@ class BackwardTile {
         const HeadRows<const Bits<dtype>> k(problem.k, tile.batch, first, tile.head, problem.head_dim);
         const HeadRows<const Bits<dtype>> v(problem.v, tile.batch, first, tile.head, problem.head_dim_v);
         load_tile<threads, KeyTile>(address(shared_.k), k, tile.first, tile.rows);
-        load_tile<threads, KeyTile>(address(shared_.v), v, tile.first, tile.rows);
         const Mask mask(problem, tile.sequence);
         const Position begin = mask.queries_of(tile.rows.begin).begin, end = begin + c.query_tile;
         const bool early = !tile.unowned && !tile.rows.empty() && !problem.query_blocks.counts &&
                            begin % c.query_tile == 0 && end <= mask.queries_of(tile.rows.end - 1).end;
-        if (early) copy_queries(QueryRows<dtype>(problem_, tile, 0), begin, {begin, end}, 0);
+        const QueryRows<dtype> rows(problem_, tile, 0);
+        if (early) copy_queries(rows, begin, {begin, end}, 0);
+        if constexpr (scores_first) cp_async_commit();
+        load_tile<threads, KeyTile>(address(shared_.v), v, tile.first, tile.rows);
+        if (early) copy_douts(rows, begin, {begin, end}, 0);
         if (threadIdx.x == 0) shared_.loaded_early = early;
     }
 
@@ -176,10 +179,15 @@ class BackwardTile {
             if (threadIdx.x == 0 && i + 1 < shared_.group) plan_.start_head(i + 1);
             const BackwardHead<dtype>& head = shared_.heads[i % 2];
             TileWalk<c.query_tile> walk(shared_.warps[warp()], head.start);
-            if (i == 0 && shared_.loaded_early)
+            if (i == 0 && shared_.loaded_early) {
                 announce_copies(0);
-            else
+                if constexpr (scores_first) {  // K and Q, which were committed
+                    cp_async_wait<0>();
+                    __syncthreads();
+                }
+            } else {
                 load_queries(head, walk, tile);
+            }
             while (walk.more()) {
                 const int stage = tile % c.stages;
                 const bool has_bias = features == Features::all && head.addend.bias;
@@ -190,11 +198,12 @@ class BackwardTile {
                          stage,
                          false};
                 walk.advance(shared_.warps[warp()]);
-                wait_full(tile);
+                const bool early = scores_first && tile == 0 && shared_.loaded_early && !now.masked;
+                if (!early) wait_full(tile);
                 if (!drifts && c.stages > 1) load_queries(head, walk, tile + 1);
                 if (tile == 0 && (partial || may_hide())) bad_keys_ = exclude_bad_keys();
                 if (now.masked && may_be_bad(stage)) now.bad_queries = exclude_bad_queries(stage);
-                differentiate_scores(head, now, tile);
+                differentiate_scores(head, now, tile, early);
                 arrive(shared_.ready);
                 if (drifts && c.stages > 1) load_queries(head, walk, tile + 1);
                 wait(shared_.ready, tile % 2);
@@ -234,6 +243,9 @@ class BackwardTile {
     };
 
     static constexpr bool drifts = c.blocks == 1;
+    // A block's first scores are computed while the first V and dO come: 2.5 % faster at head dim 64, 1.5 %
+    // slower at 128.
+    static constexpr bool scores_first = drifts && c.head_dim <= 64;
 
     // The whole warp.
     __device__ __forceinline__ static void arrive(uint64_t& barrier) {
@@ -255,13 +267,19 @@ class BackwardTile {
     __device__ __forceinline__ void load_queries(const BackwardHead<dtype>& head,
                                                  const TileWalk<c.query_tile>& walk, uint32_t tile) {
         if (!walk.more()) return;
-        copy_queries(head.rows, walk.first(), walk.seen(shared_.warps[warp()]), tile % c.stages);
+        const Interval seen = walk.seen(shared_.warps[warp()]);
+        copy_queries(head.rows, walk.first(), seen, tile % c.stages);
+        copy_douts(head.rows, walk.first(), seen, tile % c.stages);
         announce_copies(tile % c.stages);
     }
 
     __device__ __forceinline__ void copy_queries(const QueryRows<dtype>& from, Position first, Interval seen,
                                                  int stage) {
         load_tile<threads, QueryTile>(address(shared_.q[stage]), from.queries, first, seen);
+    }
+    // And lse and delta.
+    __device__ __forceinline__ void copy_douts(const QueryRows<dtype>& from, Position first, Interval seen,
+                                               int stage) {
         load_tile<threads, QueryTile>(address(shared_.dout[stage]), from.douts, first, seen);
         for (int row = threadIdx.x; row < c.query_tile; row += threads) {
             const Position query = first + row;
@@ -307,8 +325,9 @@ class BackwardTile {
         return clear_bad_rows<dtype, threads, KeyTile>(shared_.bad_keys, address(shared_.k));
     }
 
+    // early: of the tile only K and Q are there.
     __device__ __forceinline__ void differentiate_scores(const BackwardHead<dtype>& head, const Part& part,
-                                                         uint32_t tile) {
+                                                         uint32_t tile, bool early) {
         const int row = warp() % c.score_rows * Scores::row_tiles * 16;
         const int column = warp() / c.score_rows * Scores::column_tiles * 8;
         Scores s, dp;
@@ -318,6 +337,7 @@ class BackwardTile {
         multiply_rows_by_rows<dtype, QueryTile, KeyTile>(
             s, QueryTile::lane_rows_first(address(shared_.q[part.stage])) + first,
             KeyTile::lane_columns_first(address(shared_.k)) + first_key);
+        if (early) wait_full(0);
         multiply_rows_by_rows<dtype, QueryTile, KeyTile>(
             dp, QueryTile::lane_rows_first(address(shared_.dout[part.stage])) + first,
             KeyTile::lane_columns_first(address(shared_.v)) + first_key);

@@ -158,7 +158,7 @@ struct Walk {
     DqSums sums(const ForwardProblem& problem, const Device& device) const {
         const RowTiling queries = RowTiling::of_queries(problem, kConfiguration.query_tile, 0);
         const int64_t group = RowTiling::group_of(problem);
-        constexpr int elements = kConfiguration.query_tile * kConfiguration.columns();
+        constexpr int elements = kConfiguration.query_tile * kConfiguration.head_dim;
         const float scale = float(problem.softmax_scale);
         const int64_t places = whole_units() ? blocks(device) : keys.heads();
         return in_walk() ? DqSums::of_places(queries, group, places, elements, scale)
@@ -206,7 +206,7 @@ void launch(const BackwardProblem& problem, const Launch& launch) {
                   walk.has_turns() ? reinterpret_cast<uint32_t*>(turns) : nullptr, walk.order,
                   score_unit(forward, kConfiguration.transformed));
     launch_kernel(FLASH_KERNEL_NAME, finish_dq, walk.dq_sums.unfinished_tiles(), kConfiguration.consumers,
-                  query_tile * kConfiguration.columns() * 2, launch.overlapping(), problem, walk.dq_sums);
+                  query_tile * kConfiguration.head_dim * 2, launch.overlapping(), problem, walk.dq_sums);
     if constexpr (kConfiguration.biased)
         if (problem.dbias.data) FLASH_BIAS_GRADIENT(problem, statistics, launch);
 }

@@ -4,7 +4,7 @@
 // keys. Scores are transposed, [keys, queries], so that what one product leaves in registers is the next
 // one's operand:
 //
-//     S^T = K Q^T, dP^T = V dO^T   from shared memory
+//     S^T = K Q^T, dP^T = V dO^T   from shared memory; some of K and V from registers (c.held_keys)
 //     P^T, dS^T                    registers, rounded
 //     dV += P^T dO, dK += dS^T Q   A from registers; until the end
 //     dQ = dS K                    dS of all keys by way of shared memory; the warpgroups divide the tile's
@@ -77,7 +77,8 @@ class BackwardConsumer {
     using KeyTile = TileLayout<c.key_tile, c.columns(), 2, kPanel>;
     using ScoreTile = TileLayout<c.key_tile, c.query_tile, 2, kPanel>;
     static_assert(c.warpgroups == 2 && c.key_tile == 64 * c.warpgroups &&
-                  c.query_tile * c.columns() == 64 * 64 * c.warpgroups);
+                  Dq::Accumulators::columns * 4 == c.key_panel_step());
+    static_assert(c.held_keys <= kPanel || c.key_panel_step() == kPanel);
 
     // lse of the next tile is read before its products start, which leave little of shared memory's time to
     // others; where registers suffice.
@@ -107,13 +108,13 @@ class BackwardConsumer {
     }
 
     __device__ __forceinline__ void start_scores(Scores& s, uint32_t n) const {
-        multiply_rows_by_rows<dtype, c.head_dim>(s, shared_address(shared_.k) + warpgroup_rows(), c.key_tile,
-                                                 queries(n));
+        multiply_held_rows_by_rows<dtype, c.head_dim, c.key_panel_step()>(
+            s, keys_, shared_address(shared_.k) + warpgroup_rows(), c.key_tile, queries(n));
         wgmma_commit();
     }
     __device__ __forceinline__ void start_gradients(Scores& dp, uint32_t n) const {
-        multiply_rows_by_rows<dtype, c.head_dim>(dp, shared_address(shared_.v) + warpgroup_rows(), c.key_tile,
-                                                 douts(n));
+        multiply_held_rows_by_rows<dtype, c.head_dim>(
+            dp, values_, shared_address(shared_.v) + warpgroup_rows(), c.key_tile, douts(n));
         wgmma_commit();
     }
     __device__ __forceinline__ void start_dv(const Operand& p, uint32_t n) {
@@ -143,9 +144,11 @@ class BackwardConsumer {
         Pairs lse;
         load_early(lse, n);
         mbarrier_wait(shared_address(&shared_.k_full), tile % 2);
+        keys_.template load<KeyTile>(shared_.k, warp_row());
         wgmma_fence();
         start_scores(s, n);
         mbarrier_wait(shared_address(&shared_.v_full), tile % 2);
+        values_.template load<KeyTile>(shared_.v, warp_row());
         await_douts(n);
         wgmma_fence();
         start_gradients(dp, n);
@@ -358,7 +361,7 @@ class BackwardConsumer {
         mbarrier_arrive_warp(shared_address(&shared_.dq_full[warpgroup_]));
         // The products give a warpgroup all rows first (start_dq).
         constexpr int row_warps = c.query_tile / 16;
-        const int warp = int(thread_) / 32, column = warp / row_warps * (c.columns() / Dq::column_warps);
+        const int warp = int(thread_) / 32, column = warp / row_warps * (c.head_dim / Dq::column_warps);
         rows.data += column;
         rows.head_dim -= column;
         store_rows<dtype>(rows, dq, first + warp % row_warps * 16, {0, plan.tile.sequence.seqlen_q});
@@ -396,6 +399,8 @@ class BackwardConsumer {
     // threadIdx.x as only a register has it: read again it would stand in line behind shared memory's.
     const uint32_t thread_;
     Gradient dk_, dv_;
+    HeldRows<dtype, c.held_keys> keys_;
+    HeldRows<dtype, c.held_values> values_;
 };
 
 }  // namespace flash::cuda::sm90

@@ -10,9 +10,9 @@
 
 namespace flash::cuda::sm90 {
 
-// dQ of a tile of queries: 64 x 64 for each warpgroup.
+// dQ of a tile of queries: 64 rows of it for each warpgroup, and of those all columns or half of them.
 template <DType dtype, BackwardConfiguration c>
-using Dq = DqTile<dtype, c.query_tile, c.columns(), c.consumers / 32, c.query_tile / 16>;
+using Dq = DqTile<dtype, c.query_tile, c.head_dim, c.consumers / 32, c.query_tile / 16>;
 
 // Which of the additions to a tile of queries is the block's, and of how many.
 class DqTurn {
@@ -79,9 +79,9 @@ class DqAdder {
                 }
                 if (turn.finishes()) {
                     if (!turn.begins()) {
-                        if (lane_index() == 0) mbarrier_expect(empty(), 4 * bytes());
+                        if (lane_index() == 0) mbarrier_expect(empty(), 4 * kBytes);
                         __syncwarp();
-                        if (lane_index() < 4) bulk_load(staging(), sums_at(index), bytes(), empty());
+                        if (lane_index() < 4) bulk_load(staging(), sums_at(index), kBytes, empty());
                     }
                     make_room(turn.begins() ? DqEnd::alone : DqEnd::with_sums);
                 }
@@ -113,13 +113,6 @@ class DqAdder {
     __device__ __forceinline__ float* sums_at(uint32_t index) const {
         const int place = warp() % kRowWarps * Dq::column_warps + warp() / kRowWarps;
         return dq_sums_.at(index) + place * Dq::warp_elements;
-    }
-    // Of a warp's part, in which all rows' first columns come first, without what is beyond the head dim: the
-    // last columns of the last warpgroup's. Nobody stores those.
-    __device__ __forceinline__ uint32_t bytes() const {
-        static_assert(Dq::Accumulators::row_tiles == 1);
-        constexpr uint32_t beyond = (c.columns() - c.head_dim) * 16 * sizeof(float);
-        return beyond > 0 && warpgroup_ == c.warpgroups - 1 ? kBytes - beyond : kBytes;
     }
     __device__ __forceinline__ uint32_t* turns_at(uint32_t index) const {
         return turns_ + index * int64_t(c.warpgroups) + warpgroup_;
@@ -180,9 +173,9 @@ class DqAdder {
         if (lane_index() < 4) {
             fence_async_proxy();
             if (begins)
-                bulk_store(sums, staging(), bytes());
+                bulk_store(sums, staging(), kBytes);
             else
-                bulk_reduce_add(sums, staging(), bytes());
+                bulk_reduce_add(sums, staging(), kBytes);
             bulk_wait_read();
         }
         __syncwarp();

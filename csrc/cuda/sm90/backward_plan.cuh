@@ -14,13 +14,17 @@ namespace flash::cuda::sm90 {
 
 struct BackwardConfiguration {
     int head_dim, query_tile, key_tile, stages;
-    bool transformed;  // scores have a softcap, ALiBi, or a scale that is not positive
-    bool biased;       // or a bias, and perhaps those, but for a softcap
+    bool transformed;                    // scores have a softcap, ALiBi, or a scale that is not positive
+    bool biased;                         // or a bias, and perhaps those, but for a softcap
+    int held_keys = 0, held_values = 0;  // so many of their columns are in registers as well
 
     static constexpr int warpgroups = 2;  // that compute
     static constexpr int consumers = 128 * warpgroups, threads = consumers + 128;
 
     constexpr int columns() const { return in_whole_panels(head_dim); }
+    // From a panel's first column of keys to the next one's: a panel holds what a warpgroup multiplies of
+    // them for dQ, and where that is less than 64 columns some of the next panel's, too.
+    constexpr int key_panel_step() const { return head_dim * kPanel / columns(); }
     // Or it has a walk of its own (query_gradient.cuh).
     constexpr bool adds_dq() const { return head_dim <= 128; }
     constexpr int adders() const { return adds_dq() ? warpgroups : 0; }  // warps
@@ -135,7 +139,7 @@ template <BackwardConfiguration c, bool kAddsDq = c.adds_dq()>
 struct BackwardExchange {
     static constexpr int kBuffers = c.biased && c.query_tile == 128 ? 1 : 2;
     alignas(1024) char ds[kBuffers][c.key_tile * c.query_tile * 2];  // dS^T
-    alignas(16) float dq[c.query_tile * c.columns()];                // on its way to the sums
+    alignas(16) float dq[c.query_tile * c.head_dim];                 // on its way to the sums
 };
 template <BackwardConfiguration c>
 struct BackwardExchange<c, false> {

@@ -197,7 +197,8 @@ class BackwardProducer {
         mbarrier_wait(shared_address(&shared_.k_empty), tile % 2 ^ 1);
         __syncwarp();
         if (loads)
-            load_rows<c.key_tile, c.key_tile, c.head_dim>(shared_.k, maps_.k, k_full, row, head, batch);
+            load_rows<c.key_tile, c.key_tile, c.head_dim, c.key_panel_step()>(shared_.k, maps_.k, k_full, row,
+                                                                              head, batch);
         if (lane_index() == 0) mbarrier_arrive(k_full);
     }
 

@@ -2,7 +2,7 @@
 // tile of queries after the other. Three warps plan and copy (forward_producer.cuh); each warpgroup of the
 // others owns 64 queries of the tile:
 //
-//     S = Q K^T   from shared memory, into registers
+//     S = Q K^T   from shared memory, into registers; some of Q from registers (c.held_queries)
 //     P           registers: what one product leaves is the next one's operand
 //     O += P V    registers, until the end
 //
@@ -73,7 +73,8 @@ class ForwardConsumer {
     using Scores = Fragment<16, c.key_tile>;
     using Probabilities = RegisterOperand<dtype, 16, c.key_tile>;
     using Softmax = ForwardSoftmax;
-    // As the copies leave it.
+    // As the copies leave them.
+    using QueryTile = TileLayout<64, c.columns(), 2, kPanel>;
     using ValueTile = TileLayout<c.key_tile, c.columns(), 2, kPanel>;
 
     // Names of barriers: 0 is the block's.
@@ -143,11 +144,18 @@ class ForwardConsumer {
         mbarrier_arrive_warp(in_ring(shared_.v_empty, tile));
     }
 
+    __device__ __forceinline__ const char* queries(uint32_t n) const {
+        return shared_.q[(n * c.warpgroups + warpgroup_) % c.query_slots];
+    }
+    __device__ __forceinline__ void hold_queries(uint32_t n) {
+        queries_.template load<QueryTile>(queries(n), warp_row() % 64);
+    }
     __device__ __forceinline__ void start_qk(Scores& s, uint32_t n, uint32_t tile) const {
-        uint32_t q = shared_address(shared_.q[(n * c.warpgroups + warpgroup_) % c.query_slots]);
+        uint32_t q = shared_address(queries(n));
         // Were it always the same, all its descriptors would be kept, in registers that there are not.
         if constexpr (c.query_slots == c.warpgroups) q = __shfl_sync(0xffffffff, q, 0);
-        multiply_rows_by_rows<dtype, c.head_dim>(s, q, 64, shared_address(shared_.k[tile % c.stages]));
+        multiply_held_rows_by_rows<dtype, c.head_dim>(s, queries_, q, 64,
+                                                      shared_address(shared_.k[tile % c.stages]));
         wgmma_commit();
     }
     __device__ __forceinline__ void start_pv(const Probabilities& p, uint32_t tile) {
@@ -195,6 +203,7 @@ class ForwardConsumer {
         softmax_ = Softmax();
         unsettled_ = kUnsettled;
         out_.begin(everywhere(plan->careful));
+        hold_queries(n);
         do {  // as long as a map leaves no gap that is too long to go on beside the last output
             uint32_t flags, next_tile;
             tile = leave_hidden(tile, tile - 1, flags);
@@ -241,6 +250,7 @@ class ForwardConsumer {
                         known = true;
                     }
                     if (ends) {
+                        hold_queries(n + 1);
                         before = softmax_;
                         softmax_ = Softmax();
                         unsettled_ = kUnsettled;
@@ -431,6 +441,7 @@ class ForwardConsumer {
     uint32_t unsettled_;  // kUnsettled or 0
     uint32_t bias_tile_ = 0;
     ForwardOutput<dtype, c> out_;
+    HeldRows<dtype, c.held_queries> queries_;
 };
 
 }  // namespace flash::cuda::sm90

@@ -15,15 +15,16 @@ namespace flash::cuda::sm90 {
 
 struct ForwardConfiguration {
     int head_dim, key_tile;
-    int warpgroups;      // that compute, 64 queries each
-    int stages;          // tiles of keys, and of values, in flight
-    int query_slots;     // 64 queries each, taken by the warpgroups in turn
-    int registers;       // of a thread that computes
-    bool stages_output;  // O leaves by way of shared memory
-    bool turns;          // warpgroups start their products one after the other
-    bool transformed;    // scores have a softcap, ALiBi, or a scale that is not positive
-    bool biased;         // or a bias, and perhaps those
-    int diagonal_keys;   // under a diagonal or a map it is for more of them
+    int warpgroups;        // that compute, 64 queries each
+    int stages;            // tiles of keys, and of values, in flight
+    int query_slots;       // 64 queries each, taken by the warpgroups in turn
+    int registers;         // of a thread that computes
+    bool stages_output;    // O leaves by way of shared memory
+    bool turns;            // warpgroups start their products one after the other
+    bool transformed;      // scores have a softcap, ALiBi, or a scale that is not positive
+    bool biased;           // or a bias, and perhaps those
+    int diagonal_keys;     // under a diagonal or a map it is for more of them
+    int held_queries = 0;  // so many of their columns are in registers as well
 
     constexpr int columns() const { return in_whole_panels(head_dim); }
     constexpr int queries() const { return 64 * warpgroups; }

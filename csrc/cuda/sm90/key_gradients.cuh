@@ -13,7 +13,6 @@
 #pragma once
 
 #include "../ptx/barrier.h"
-#include "../ptx/ldmatrix.h"
 #include "../sanitized.h"
 #include "../tile/gpu_math.h"
 #include "../tile/warp_product.h"
@@ -66,10 +65,9 @@ class KeyGradients {
     using Shared = BackwardShared<c>;
     using Scores = Fragment<16, c.query_tile>;
     using Operand = RegisterOperand<dtype, 16, c.query_tile>;
-    // So much of a key's or value's head dim the warp that multiplies it holds in registers.
-    static constexpr int kHeld = c.head_dim > 192 ? 160 : c.head_dim;
+    static constexpr int kHeld = c.held_keys;
     using KeyTile = TileLayout<c.key_tile, c.head_dim, 2, kPanel>;
-    static_assert(c.warpgroups == 2 && c.key_tile == 64);
+    static_assert(c.warpgroups == 2 && c.key_tile == 64 && c.held_values == kHeld);
 
     // Barriers, of each buffer of P; 0 is the block's. racecheck does not know that bar.arrive orders what
     // was read and written before it: for it both warpgroups wait, at one place, as synccheck wants it.
@@ -91,14 +89,6 @@ class KeyGradients {
         mbarrier_arrive_warp(shared_address(&shared_.v_empty));
         mbarrier_arrive_warp(shared_address(&shared_.k_empty));
     }
-    // The warp's rows of K, or of V.
-    __device__ __forceinline__ void load_keys() {
-        const uint32_t lane = thread_ % 32;
-        const uint32_t place = shared_address(of_keys_ ? shared_.v : shared_.k) +
-                               warp_row() * kPanelRowBytes + KeyTile::offset(lane % 16, 0, lane / 16);
-#pragma unroll
-        for (int k = 0; k < kHeld / 16; ++k) ldmatrix_x4(keys_.value[k][0], KeyTile::at(place, 0, k * 16));
-    }
 
     __device__ __forceinline__ void start_scores(Scores& x, uint32_t n) const {
         if (of_keys_)
@@ -106,13 +96,10 @@ class KeyGradients {
         else
             await_queries(n);
         wgmma_fence();
-        const uint32_t b = first_operand(n, of_keys_);
-        multiply_registers_by_rows<dtype, kHeld>(x, keys_.value, b);
-        if constexpr (kHeld < c.head_dim) {
-            const uint32_t keys =
-                __shfl_sync(0xffffffff, shared_address(of_keys_ ? shared_.v : shared_.k), 0);
-            multiply_rows_by_rows<dtype, c.head_dim, c.query_tile, kHeld>(x, keys, c.key_tile, b);
-        }
+        uint32_t keys = 0;
+        if constexpr (kHeld < c.head_dim)
+            keys = __shfl_sync(0xffffffff, shared_address(of_keys_ ? shared_.v : shared_.k), 0);
+        multiply_held_rows_by_rows<dtype, c.head_dim>(x, keys_, keys, c.key_tile, first_operand(n, of_keys_));
         wgmma_commit();
     }
     __device__ __forceinline__ void start_gradient(const Operand& a, uint32_t n) {
@@ -125,7 +112,7 @@ class KeyGradients {
     // The tiles of queries that see the tile of keys, from the n-th of the block on; n becomes the next one.
     __device__ __forceinline__ void walk(uint32_t& n) {
         Scores x;
-        load_keys();
+        keys_.template load<KeyTile>(of_keys_ ? shared_.v : shared_.k, warp_row());
         start_scores(x, n);
         wgmma_wait<0>();
         keep(registers_of(x));
@@ -264,9 +251,9 @@ class KeyGradients {
     const BackwardProblem& problem_;
     BackwardShared<c>& shared_;
     const float& score_unit_;
-    const uint32_t thread_;  // of the warpgroup
-    const int of_keys_;      // 1: dK, 0: dV
-    RegisterOperand<dtype, 16, kHeld> keys_;
+    const uint32_t thread_;        // of the warpgroup
+    const int of_keys_;            // 1: dK, 0: dV
+    HeldRows<dtype, kHeld> keys_;  // or the values
     Fragment<16, c.head_dim> gradient_;
 };
 

@@ -9,15 +9,16 @@
 
 namespace flash::cuda::sm90 {
 
-// Rows of a head to rows of a tile in panels of kTileRows. By one thread, which has yet to arrive.
-template <int kRows, int kTileRows, int kHeadDim>
+// Rows of a head to rows of a tile in panels of kTileRows, each 64 columns from a multiple of kPanelStep on.
+// By one thread, which has yet to arrive.
+template <int kRows, int kTileRows, int kHeadDim, int kPanelStep = kPanel>
 __device__ __forceinline__ void load_rows(const char* to, const CUtensorMap& map, uint32_t barrier, int row,
                                           int head, int batch) {
     constexpr int columns = in_whole_panels(kHeadDim);
     mbarrier_expect(barrier, kRows * columns * 2);
 #pragma unroll
     for (int panel = 0; panel < columns / kPanel; ++panel)
-        tma_load(shared_address(to) + panel * kTileRows * 128, &map, barrier, panel * kPanel, row, head,
+        tma_load(shared_address(to) + panel * kTileRows * 128, &map, barrier, panel * kPanelStep, row, head,
                  batch);
 }
 

@@ -119,16 +119,19 @@ template <DType dtype, class Tile, class Accumulators>
 __device__ __forceinline__ void store_fragment(uint32_t tile, const Accumulators& d, int row, int column) {
     static_assert(holds<Tile, dtype>);
     if constexpr (stores_matrices<dtype, Accumulators>()) {
-        const uint32_t lane = Tile::template part<Accumulators::column_tiles * 8>(
-            Tile::lane_rows_first(tile), row, column);
+        constexpr int columns = Accumulators::column_tiles * 8;
+        constexpr bool divides = columns % Tile::panel == 0 || Tile::panel % columns == 0;
+        uint32_t lane = Tile::lane_rows_first(tile);
+        if constexpr (divides) lane = Tile::template part<columns>(lane, row, column);
 #pragma unroll
         for (int m = 0; m < Accumulators::row_tiles; ++m)
 #pragma unroll
             for (int n = 0; n < Accumulators::column_tiles; n += 2) {
                 const auto &left = d.value[m][n], &right = d.value[m][n + 1];
-                stmatrix_x4(Tile::at(lane, m * 16, n * 8),
-                            {pack<dtype>(left[0], left[1]), pack<dtype>(left[2], left[3]),
-                             pack<dtype>(right[0], right[1]), pack<dtype>(right[2], right[3])});
+                stmatrix_x4(
+                    divides ? Tile::at(lane, m * 16, n * 8) : Tile::at(lane, row + m * 16, column + n * 8),
+                    {pack<dtype>(left[0], left[1]), pack<dtype>(left[2], left[3]),
+                     pack<dtype>(right[0], right[1]), pack<dtype>(right[2], right[3])});
             }
     } else {
 #pragma unroll
