@@ -5,7 +5,8 @@
 #
 # The installed wheel is tested, never the source tree: pytest starts outside the checkout, imports test files
 # without putting their folders on sys.path, and stops if flash_attn came from anywhere but the environment.
-# If the first version takes more than SLOW_SECONDS (default 300), the others leave out tests marked slow.
+# Tests marked slow use all cores by themselves and run apart; the others run on all cores. If the first version
+# takes more than SLOW_SECONDS (default 300), the others leave out the slow ones.
 # Prints one line a version at the end, then pytest's closing line, of the first version that failed or else
 # of the last; exit status 1 if any failed. PYTHON (default python3) makes environments, TMPDIR holds them:
 # each torch with its CUDA libraries takes several GB, and is removed before the next.
@@ -30,7 +31,7 @@ make_environment() {
     fi
 }
 
-# Loaded by pytest with -p: fails the run if the code under test is not the wheel's.
+# Loaded by pytest with -p, in each of its processes: stops if the code under test is not the wheel's.
 mkdir "$work/plugin" "$work/elsewhere"
 cat >"$work/plugin/installed_wheel.py" <<'PLUGIN'
 import pathlib
@@ -39,16 +40,14 @@ import sys
 import pytest
 
 
-def pytest_sessionfinish(session, exitstatus):
-    module = sys.modules.get("flash_attn")
-    if module is None:
-        # A failed import has its own report, which leaving here would swallow.
-        if exitstatus == 0:
-            pytest.exit("no test imported flash_attn", returncode=3)
-        return
-    where = pathlib.Path(module.__file__).resolve()
+def pytest_sessionstart():
+    try:
+        import flash_attn
+    except ImportError:
+        return  # has its own report, which leaving here would swallow
+    where = pathlib.Path(flash_attn.__file__).resolve()
     if not where.is_relative_to(pathlib.Path(sys.prefix).resolve()):
-        pytest.exit(f"flash_attn came from {where}, not from the installed wheel", returncode=3)
+        raise pytest.UsageError(f"flash_attn came from {where}, not from the installed wheel")
 PLUGIN
 
 run_tests() {  # environment, pytest options...
@@ -58,6 +57,16 @@ run_tests() {  # environment, pytest options...
     (cd "$work/elsewhere" && PYTHONPATH="$work/plugin:$checkout/tests" PYTHONDONTWRITEBYTECODE=1 \
         "$environment/bin/pytest" -q -p no:cacheprovider -p installed_wheel --import-mode=importlib "$@" \
         "$checkout/tests")
+}
+
+run_part() {  # environment, log, pytest options...; sets `closing`, unless tests have failed before
+    local environment=$1 log=$2 result=0
+    shift 2
+    run_tests "$environment" "$@" 2>&1 | tee "$log" || result=1
+    [ "$status" = 0 ] || return 1
+    closing=$(grep -E '(passed|failed|error|skipped|no tests ran).* in [0-9.]+s' "$log" | tail -n 1) \
+        || closing=$(tail -n 1 "$log")
+    return $result
 }
 
 test_version() {  # version; sets `found`, `closing`
@@ -72,9 +81,11 @@ test_version() {  # version; sets `found`, `closing`
     "$environment/bin/python" "$checkout/tools/check_abi.py" "$wheel" --torch-lib \
         "$("$environment/bin/python" -c 'import torch; print(torch.__path__[0])')" || return 1
     echo "pytest under torch $found${without_slow:+, without slow tests}"
-    run_tests "$environment" ${without_slow:+-m "not slow"} 2>&1 | tee "$log" || status=1
-    closing=$(grep -E '(passed|failed|error|skipped|no tests ran).* in [0-9.]+s' "$log" | tail -n 1) \
-        || closing=$(tail -n 1 "$log")
+    run_part "$environment" "$log" -n "$(nproc)" -m "not slow and not large" || status=1
+    if [ -z "$without_slow" ]; then
+        local of_others=$closing
+        run_part "$environment" "$log" -m "slow and not large" && closing=$of_others || status=1
+    fi
     return $status
 }
 
