@@ -214,7 +214,7 @@ def test_what_hoppers_own_refuse_goes_to_no_wider_tile(which):
     """Few keys or queries, maps of small blocks: to the portable kernel of the same head dim."""
     problems = [{"window_right": 0}, {"seqlen_q": 200, "seqlen_k": 200, "window_right": 0},
                 {"seqlen_q": 1100, "seqlen_k": 1100, "batch": 1, "heads": 8}, {"block_size": (64, 64)},
-                {"block_size": (96, 128)}, {"softcap": 3.0}]
+                {"block_size": (96, 128)}, {"block_size": (64, 160)}, {"softcap": 3.0}]
     for head_dim in (64, 96, 128, 192, 256):
         for given in problems:
             name = _C.plan(sizes(head_dim=head_dim, **given), chip(90))[which]["configuration"]

@@ -80,7 +80,6 @@ class HopperBackward:
     transformed: bool = False  # for a softcap, ALiBi, or a scale that is not positive
     biased: bool = False  # for a bias, and those, but for a softcap
     held_keys: int = 0  # so many columns of the keys, and of the values, are in registers as well
-    held_values: int = 0
 
     @property
     def blocks(self):
@@ -248,7 +247,7 @@ ROWS = [
     Row("sm80", "backward", HALVES,
         Backward(64, 128, 128, 8, 2, 1, score_rows=4, gradient_rows=4, dq_rows=4), from_keys=1024),
     Row("sm80", "backward", HALVES, Backward(64, 64, 64, 4, 2, 3, score_rows=2, gradient_rows=2, dq_rows=2)),
-    Row("sm90", "backward", HALVES, HopperBackward(96, 64, 128, stages=3, held_keys=64, held_values=64)),
+    Row("sm90", "backward", HALVES, HopperBackward(96, 64, 128, stages=3, held_keys=64)),
     Row("sm90", "backward", HALVES, HopperBackward(128, 64, 128, stages=3)),
     Row("sm90", "backward", HALVES, HopperBackward(128, 64, 128, stages=3, transformed=True)),
     Row("sm90", "backward", HALVES, HopperBackward(128, 64, 128, stages=2, transformed=True, biased=True)),
@@ -256,16 +255,14 @@ ROWS = [
     Row("sm80", "backward", HALVES,
         Backward(128, 64, 128, 8, 2, 1, score_rows=2, gradient_rows=4, dq_rows=2, finish_apart=1)),
     Row("sm80", "backward", HALVES, Backward(128, 64, 64, 8, 1, 1, score_rows=4, gradient_rows=4, dq_rows=2)),
+    Row("sm90", "wide_backward", HALVES, HopperBackward(192, 64, 64, stages=3, held_keys=192)),
     Row("sm90", "wide_backward", HALVES,
-        HopperBackward(192, 64, 64, stages=3, held_keys=192, held_values=192)),
-    Row("sm90", "wide_backward", HALVES,
-        HopperBackward(192, 64, 64, stages=3, transformed=True, held_keys=192, held_values=192)),
+        HopperBackward(192, 64, 64, stages=3, transformed=True, held_keys=192)),
     Row("sm80", "backward", HALVES, Backward(192, 64, 64, 8, 2, 1, score_rows=4, gradient_rows=4, dq_rows=4)),
     Row("sm80", "backward", HALVES, Backward(192, 32, 32, 4, 2, 1, score_rows=2, gradient_rows=2, dq_rows=2)),
+    Row("sm90", "wide_backward", HALVES, HopperBackward(256, 48, 64, stages=3, held_keys=160)),
     Row("sm90", "wide_backward", HALVES,
-        HopperBackward(256, 48, 64, stages=3, held_keys=160, held_values=160)),
-    Row("sm90", "wide_backward", HALVES,
-        HopperBackward(256, 48, 64, stages=3, transformed=True, held_keys=160, held_values=160)),
+        HopperBackward(256, 48, 64, stages=3, transformed=True, held_keys=160)),
     Row("sm80", "backward", HALVES, Backward(256, 64, 64, 8, 2, 1, score_rows=2, gradient_rows=2, dq_rows=2)),
     Row("sm80", "backward", HALVES, Backward(256, 64, 64, 8, 1, 1, score_rows=2, gradient_rows=2, dq_rows=2)),
     Row("sm80", "backward", HALVES, Backward(256, 32, 32, 4, 1, 1, score_rows=2, gradient_rows=2, dq_rows=2)),

@@ -400,7 +400,7 @@ class BackwardConsumer {
     const uint32_t thread_;
     Gradient dk_, dv_;
     HeldRows<dtype, c.held_keys> keys_;
-    HeldRows<dtype, c.held_values> values_;
+    HeldRows<dtype, c.held_keys> values_;
 };
 
 }  // namespace flash::cuda::sm90

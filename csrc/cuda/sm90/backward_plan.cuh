@@ -14,9 +14,9 @@ namespace flash::cuda::sm90 {
 
 struct BackwardConfiguration {
     int head_dim, query_tile, key_tile, stages;
-    bool transformed;                    // scores have a softcap, ALiBi, or a scale that is not positive
-    bool biased;                         // or a bias, and perhaps those, but for a softcap
-    int held_keys = 0, held_values = 0;  // so many of their columns are in registers as well
+    bool transformed;   // scores have a softcap, ALiBi, or a scale that is not positive
+    bool biased;        // or a bias, and perhaps those, but for a softcap
+    int held_keys = 0;  // so many columns of the keys, and of the values, are in registers as well
 
     static constexpr int warpgroups = 2;  // that compute
     static constexpr int consumers = 128 * warpgroups, threads = consumers + 128;

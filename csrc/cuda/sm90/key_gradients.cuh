@@ -67,7 +67,7 @@ class KeyGradients {
     using Operand = RegisterOperand<dtype, 16, c.query_tile>;
     static constexpr int kHeld = c.held_keys;
     using KeyTile = TileLayout<c.key_tile, c.head_dim, 2, kPanel>;
-    static_assert(c.warpgroups == 2 && c.key_tile == 64 && c.held_values == kHeld);
+    static_assert(c.warpgroups == 2 && c.key_tile == 64);
 
     // Barriers, of each buffer of P; 0 is the block's. racecheck does not know that bar.arrive orders what
     // was read and written before it: for it both warpgroups wait, at one place, as synccheck wants it.
