@@ -5,6 +5,7 @@
     python benchmarks/attention.py --json benchmarks/results/cpu/attention.json
     python benchmarks/attention.py --device cuda --grid targets --deterministic --json results.json
     python benchmarks/attention.py --group 4                # 4 heads of q for each head of k and v
+    python benchmarks/attention.py --head-dims 192 --value-dim 128     # DeepSeek's: values have their own
 
 What is compared: one process, the same threads, the same values. Each implementation gets them contiguous
 in its own layout (implementations.py says which). The implementations take turns within each round, in
@@ -17,11 +18,12 @@ several sets, and --idle-ms (100) before each sample says which clock is met: a 
 card at work for minutes, lower by a few per cent. Compare within one run.
 
 FLOPs count two GEMMs for the forward and five for the backward, 4 * B * H * S * S * D and 2.5 times that,
-halved for causal masks (the convention of the FlashAttention papers) and exact for windows; what an
-implementation recomputes or wastes behind a mask is not counted. Errors are the largest absolute difference
-from a float64 evaluation of the same (rounded) inputs on random rows of a random head, first and last rows
-included: of out for the forward, of dq, dk and dv for the backward; with --group, of the head of k and v
-that this head reads.
+halved for causal masks (the convention of the FlashAttention papers) and exact for windows; with --value-dim
+Dv, one GEMM of the forward and two of the backward are Dv wide: 2 * B * H * S * S times D + Dv and 3 * D +
+2 * Dv. What an implementation recomputes, pads or wastes behind a mask is not counted. Errors are the largest
+absolute difference from a float64 evaluation of the same (rounded) inputs on random rows of a random head,
+first and last rows included: of out for the forward, of dq, dk and dv for the backward; with --group, of the
+head of k and v that this head reads.
 """
 
 import argparse
@@ -60,12 +62,13 @@ RATE = {"cpu": ("GFLOP/s", 1), "cuda": ("TFLOP/s", 1e-3)}
 
 
 def inputs_of(cell, device, number=0):
-    """q, k, v, dout [B, S, H, D], k and v with their own H: the same values for every implementation and pass
-    of a shape."""
+    """q, k, v, dout [B, S, H, D], k and v with their own H, v and dout with their own D: the same values for
+    every implementation and pass of a shape."""
     generator = torch.Generator(device).manual_seed(cell.seqlen * 1000 + cell.head_dim + number * 10**9)
     dtype, options = getattr(torch, cell.dtype), {"generator": generator, "device": device}
-    return [torch.randn(cell.batch, cell.seqlen, heads, cell.head_dim, **options).to(dtype)
-            for heads in (cell.heads, cell.key_heads, cell.key_heads, cell.heads)]
+    shapes = ((cell.heads, cell.head_dim), (cell.key_heads, cell.head_dim),
+              (cell.key_heads, cell.out_dim), (cell.heads, cell.out_dim))
+    return [torch.randn(cell.batch, cell.seqlen, *shape, **options).to(dtype) for shape in shapes]
 
 
 def input_sets(cell, device, draw=inputs_of):
@@ -97,7 +100,7 @@ def prepared_call(cell, implementation, inputs, device):
 
 
 def result_of(cell, implementation, call):
-    """What the call returns, each tensor [B, S, H, D] by name."""
+    """What the call returns, each tensor [B, S, H, D] by name; D is v's own for out and dv."""
     names = ["out"] if cell.direction == "forward" else ["dq", "dk", "dv"]
     return {name: in_layout(x, implementation.layout) for name, x in zip(names, call())}
 
@@ -117,7 +120,8 @@ def probabilities(q, k, queries, cell, head):
 
 
 def reference_rows(q, k, v, dout, rows, cell, head):
-    """float64 [S, D] of one head, rows [n] -> the rows [n, D] of what the cell computes.
+    """float64 [S, D] of one head, v and dout with their own D; rows [n] -> the rows [n, D] of what the cell
+    computes.
 
     A row of dk needs every query's softmax, so queries go by in chunks of bounded memory.
     """
@@ -230,10 +234,10 @@ def cells(options):
         options.dtypes, options.passes, options.seqlens, options.head_dims, masks
     ):
         batch = max(1, options.tokens // seqlen)
-        flops = 4 * batch * seqlen**2 * head_dim
+        flops = 2 * batch * seqlen**2 * (head_dim + (options.value_dim or head_dim))
         heads = int(min(options.hidden // head_dim, CELL_FLOPS[options.device] / flops))
         yield Cell(direction, dtype, seqlen, head_dim, mask, left, batch, whole_groups(heads, options.group),
-                   options.softcap, options.alibi, options.group)
+                   options.softcap, options.alibi, options.group, options.value_dim)
 
 
 def looked_up(measured, name):
@@ -326,6 +330,8 @@ def parse(arguments):
                         help="more cells: a query sees its own key and LEFT before; SDPA gets a boolean mask")
     parser.add_argument("--group", type=int, default=1,
                         help="heads of q for each head of k and v; H is a multiple of it")
+    parser.add_argument("--value-dim", type=int, default=0, metavar="N",
+                        help="head dim of v and out, of every cell; default: the head dim")
     parser.add_argument("--softcap", type=float, default=0, help="of every cell; fa3 and flex have it")
     parser.add_argument("--alibi", action="store_true", help="in every cell; flex has it")
     peers = [name for name in IMPLEMENTATIONS if name not in (OURS, DETERMINISTIC)]

@@ -23,10 +23,16 @@ class Cell:
     softcap: float = 0  # none
     alibi: bool = False  # with the slopes of its paper (arXiv 2108.12409) for a power of 2 of heads
     group: int = 1  # heads of q for each head of k and v
+    value_dim: int = 0  # head dim of v and out, if it is another
 
     @property
     def key_heads(self):
         return self.heads // self.group
+
+    @property
+    def out_dim(self):
+        """Head dim of v and out, another or not."""
+        return self.value_dim or self.head_dim
 
     @property
     def scores(self):
@@ -37,21 +43,24 @@ class Cell:
 
     @property
     def flops(self):
-        forward = 4 * self.batch * self.heads * self.scores * self.head_dim
-        return forward * (2.5 if self.direction == "backward" else 1)
+        of_head_dim, of_out_dim = (3, 2) if self.direction == "backward" else (1, 1)
+        columns = of_head_dim * self.head_dim + of_out_dim * self.out_dim
+        return 2 * self.batch * self.heads * self.scores * columns
 
     @property
     def input_bytes(self):
         """Of q, k, v and dout."""
-        elements = 2 * self.batch * self.seqlen * (self.heads + self.key_heads) * self.head_dim
-        return elements * getattr(torch, self.dtype).itemsize
+        columns = (self.heads + self.key_heads) * (self.head_dim + self.out_dim)
+        return self.batch * self.seqlen * columns * getattr(torch, self.dtype).itemsize
 
     @property
     def label(self):
         mask = f"window {self.left}" if self.mask == "window" else self.mask
         rest = f" group {self.group}" * (self.group > 1)
         rest += f" softcap {self.softcap:g}" * (self.softcap != 0) + " ALiBi" * self.alibi
-        return (f"{self.direction:8} {self.dtype:8} S={self.seqlen:<5} D={self.head_dim:<3} {mask:10} "
+        dims = f"{self.head_dim}/{self.out_dim}" if self.out_dim != self.head_dim else str(self.head_dim)
+        dims = dims.ljust(7 if self.value_dim else 3)  # a table's cells all have a value_dim, or none has
+        return (f"{self.direction:8} {self.dtype:8} S={self.seqlen:<5} D={dims} {mask:10} "
                 f"B={self.batch:<2} H={self.heads:<2}{rest}")
 
     def slopes(self, device):

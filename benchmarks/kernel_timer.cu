@@ -29,7 +29,7 @@ using namespace flash::cuda;
 
 namespace {
 
-const int64_t kHeadDim = FLASH_KERNEL_SYMBOL.head_dim;
+const int64_t kHeadDim = FLASH_KERNEL_SYMBOL.head_dim, kValueDim = FLASH_KERNEL_SYMBOL.value_dim;
 constexpr int kSamples = 5;
 
 // Nearly normal.
@@ -115,15 +115,16 @@ struct Sizes {
 void time_cell(const Sizes& sizes, int idle, int64_t seqlen, bool causal, char how) {
     Memory memory;
     const int64_t batch = sizes.tokens / seqlen, heads = sizes.width / kHeadDim;
-    const int64_t elements = sizes.tokens * sizes.width;  // of q
-    const auto tensor = [&](uint32_t seed, int64_t sharers) {
-        uint16_t* data = static_cast<uint16_t*>(memory.take(elements / sharers * 2));
-        draw<<<1024, 256>>>(data, elements / sharers, seed);
-        const int64_t width = heads / sharers * kHeadDim;
-        return TensorView{data, seqlen * width, width, kHeadDim};
+    const auto tensor = [&](uint32_t seed, int64_t tensor_heads, int64_t head_dim) {
+        const int64_t width = tensor_heads * head_dim, elements = sizes.tokens * width;
+        uint16_t* data = static_cast<uint16_t*>(memory.take(elements * 2));
+        draw<<<1024, 256>>>(data, elements, seed);
+        return TensorView{data, seqlen * width, width, head_dim};
     };
-    const auto of_queries = [&](uint32_t seed) { return tensor(seed, 1); };
-    const auto of_keys = [&](uint32_t seed) { return tensor(seed, sizes.group); };
+    const auto of_queries = [&](uint32_t seed, int64_t head_dim) { return tensor(seed, heads, head_dim); };
+    const auto of_keys = [&](uint32_t seed, int64_t head_dim) {
+        return tensor(seed, heads / sizes.group, head_dim);
+    };
     const auto statistics = [&] {
         const std::vector<float> values(batch * heads * seqlen, std::log(float(seqlen)) + 0.5f);
         return RowStatistics{copy_of(memory, values), heads * seqlen, seqlen};
@@ -132,9 +133,10 @@ void time_cell(const Sizes& sizes, int idle, int64_t seqlen, bool causal, char h
     ForwardProblem& forward = problem.forward;
     forward.dtype = DType::FLASH_DTYPE;
     forward.batch = batch, forward.heads_q = heads, forward.heads_k = heads / sizes.group;
-    forward.head_dim = forward.head_dim_v = kHeadDim;
+    forward.head_dim = kHeadDim, forward.head_dim_v = kValueDim;
     forward.seqlen_q = forward.seqlen_k = forward.rows_q = forward.rows_k = seqlen;
-    forward.q = of_queries(1), forward.k = of_keys(2), forward.v = of_keys(3), forward.out = of_queries(4);
+    forward.q = of_queries(1, kHeadDim), forward.k = of_keys(2, kHeadDim);
+    forward.v = of_keys(3, kValueDim), forward.out = of_queries(4, kValueDim);
     forward.lse = statistics();
     forward.softmax_scale = 1 / std::sqrt(double(kHeadDim));
     if (how == 'b')
@@ -143,20 +145,21 @@ void time_cell(const Sizes& sizes, int idle, int64_t seqlen, bool causal, char h
         forward.window_right = 0;
     forward.deterministic = how == 'd';
     Launch launch{this_device(), nullptr, nullptr};
+    const double scores = 2.0 * sizes.tokens * heads * seqlen * (causal ? 0.5 : 1);
 #ifdef FLASH_BACKWARD
-    problem.dout = of_queries(5), problem.dq = of_queries(6);
-    problem.dk = of_keys(7), problem.dv = of_keys(8);
+    problem.dout = of_queries(5, kValueDim), problem.dq = of_queries(6, kHeadDim);
+    problem.dk = of_keys(7, kHeadDim), problem.dv = of_keys(8, kValueDim);
     problem.delta = statistics();
     const TensorView results[] = {problem.dq, problem.dk, problem.dv};
     launch.workspace = memory.take(FLASH_KERNEL_SYMBOL.workspace_bytes(problem, launch.device) + 1);
     const auto run = [&] { FLASH_KERNEL_SYMBOL.launch(problem, launch); };
-    const double flops = 10.0 * elements * seqlen * (causal ? 0.5 : 1);
+    const double flops = (3.0 * kHeadDim + 2.0 * kValueDim) * scores;
 #else
     const TensorView results[] = {forward.out};
     const int64_t workspace = FLASH_KERNEL_SYMBOL.workspace_bytes(forward, 1);
     if (workspace) launch.workspace = memory.take(workspace);
     const auto run = [&] { FLASH_KERNEL_SYMBOL.launch(forward, 1, launch); };
-    const double flops = 4.0 * elements * seqlen * (causal ? 0.5 : 1);
+    const double flops = double(kHeadDim + kValueDim) * scores;
 #endif
     cudaEvent_t begin, end;
     cudaEventCreate(&begin), cudaEventCreate(&end);

@@ -97,6 +97,31 @@ def test_attention_with_grouped_heads(device, tmp_path, capsys):
             assert max(cell["results"][name]["errors"].values()) < 0.1, name
 
 
+@pytest.mark.parametrize("value_dim", [16, 48])
+def test_attention_with_a_head_dim_of_values(device, tmp_path, capsys, value_dim):
+    path = tmp_path / "attention.json"
+    attention.main([*SMALL, "--device", device, "--dtypes", "float32", "--causal", "1", "--window", "7",
+                    "--group", "2", "--value-dim", str(value_dim), "--peers", "sdpa", "standard",
+                    "--rounds", "1", "--json", str(path)])
+    printed, results = capsys.readouterr().out, json.loads(path.read_text())
+    assert printed.count(f" D=32/{value_dim} ") == len(results["cells"]) == 4
+    for cell in results["cells"]:
+        assert (cell["heads"], cell["head_dim"], cell["value_dim"]) == (2, 32, value_dim)
+        for name in ("flash_attn", "sdpa", "standard"):
+            one = cell["results"][name]
+            assert set(one["errors"]) == ({"out"} if cell["direction"] == "forward" else {"dq", "dk", "dv"})
+            assert max(one["errors"].values()) < (1e-5 if device == "cpu" else 0.1), name
+
+
+def test_inputs_have_the_head_dim_of_values():
+    cell = replace(CELL, heads=4, group=2)
+    for value_dim in (0, 16):
+        own = replace(cell, value_dim=value_dim)
+        inputs = attention.inputs_of(own, "cpu")
+        assert [x.shape[2:] for x in inputs] == [(4, 32), (2, 32), (2, own.out_dim), (4, own.out_dim)]
+        assert own.input_bytes == sum(x.nbytes for x in inputs)
+
+
 @pytest.mark.parametrize("group", [1, 2, 4])
 def test_reference_rows_of_grouped_heads_are_those_of_autograd(group):
     cell = replace(CELL, direction="backward", mask="causal", batch=1, heads=4, group=group)
@@ -261,6 +286,17 @@ def test_flops():
     assert CELL.flops == 4 * 2 * 2 * 96**2 * 32
     assert replace(CELL, mask="causal", direction="backward").flops == 2.5 * CELL.flops / 2
     assert replace(CELL, mask="window", left=1).scores == 2 * 96 - 1
+    own = replace(CELL, value_dim=16)
+    assert own.flops == 2 * 2 * 2 * 96**2 * (32 + 16)
+    assert replace(own, direction="backward").flops == 2 * 2 * 2 * 96**2 * (3 * 32 + 2 * 16)
+    assert replace(own, value_dim=32).flops == CELL.flops
+
+
+def test_label_shows_the_head_dim_of_values():
+    assert CELL.label == "forward  float32  S=96    D=32  full       B=2  H=2 "
+    own = replace(CELL, head_dim=192, value_dim=128).label
+    assert own == "forward  float32  S=96    D=192/128 full       B=2  H=2 "
+    assert replace(CELL, value_dim=32).label == "forward  float32  S=96    D=32      full       B=2  H=2 "
 
 
 def test_memory_measures_and_draws(monkeypatch, tmp_path, capsys):

@@ -33,7 +33,7 @@ struct ForwardKernel {
     const char* engine;  // "sm80"
     const char* name;    // "forward_bfloat16_d128_q128_k64"
     DType dtype;
-    int head_dim;  // at most, of queries and of values
+    int head_dim, value_dim;  // at most, of queries and keys, and of values
     int query_tile, key_tile;
     int from_keys;  // for queries that see so many keys or more (plan.cpp)
     int blocks;     // that a multiprocessor can hold at once, if it has the shared memory
@@ -51,7 +51,7 @@ struct BackwardKernel {
     const char* engine;
     const char* name;
     DType dtype;
-    int head_dim;
+    int head_dim, value_dim;
     int query_tile, key_tile;
     int from_keys;
     int blocks;

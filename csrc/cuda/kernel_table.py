@@ -43,6 +43,7 @@ class HopperForward:
     # Under a diagonal or a map of blocks it is for more of them: its tiles would be filled too badly.
     diagonal_keys: int = 0
     held_queries: int = 0  # so many of their columns are in registers as well
+    value_dim: int = 0  # head dim of the values, if it is another
 
     @property
     def query_tile(self):
@@ -80,6 +81,7 @@ class HopperBackward:
     transformed: bool = False  # for a softcap, ALiBi, or a scale that is not positive
     biased: bool = False  # for a bias, and those, but for a softcap
     held_keys: int = 0  # so many columns of the keys, and of the values, are in registers as well
+    value_dim: int = 0  # head dim of the values, if it is another
 
     @property
     def blocks(self):
@@ -140,7 +142,8 @@ class Row:
         c = self.configuration
         stages = f"_s{c.stages}" if hasattr(c, "stages") else ""
         scores = next((f"_{name}" for name in ("biased", "transformed") if getattr(c, name, False)), "")
-        return f"{self.kernel}_{dtype}_d{c.head_dim}_q{c.query_tile}_k{c.key_tile}{stages}{scores}"
+        values = f"_v{c.value_dim}" if getattr(c, "value_dim", 0) else ""
+        return f"{self.kernel}_{dtype}_d{c.head_dim}{values}_q{c.query_tile}_k{c.key_tile}{stages}{scores}"
 
     def symbol(self, dtype):
         return f"{self.engine}_{self.name(dtype)}"
@@ -205,7 +208,7 @@ ROWS = [
         HopperForward(64, 128, warpgroups=2, stages=4, query_slots=4, transformed=True, biased=True)),
     Row("sm80", "forward", HALVES,
         Forward(64, 128, 128, warps=4, blocks=2, bias=0, retries=1), from_keys=512),
-    Row("sm80", "forward", HALVES, Forward(64, 128, 64, warps=4, blocks=3, retries=1)),
+    Row("sm80", "forward", HALVES, Forward(64, 64, 64, warps=4, blocks=4, retries=1)),
     Row("sm90", "forward", HALVES,
         HopperForward(96, 112, warpgroups=3, stages=2, query_slots=6, registers=160, diagonal_keys=3072),
         from_keys=2048),
@@ -222,6 +225,8 @@ ROWS = [
     Row("sm80", "forward", HALVES, Forward(96, 128, 64, warps=4, blocks=2, bias=0)),
     Row("sm80", "forward", HALVES, Forward(128, 128, 64, warps=4, blocks=2, bias=0)),
     Row("sm80", "forward", HALVES, Forward(128, 128, 32, warps=4, blocks=2)),
+    Row("sm90", "forward", HALVES,
+        HopperForward(192, 128, warpgroups=2, stages=2, query_slots=2, value_dim=128)),
     Row("sm90", "forward", HALVES,
         HopperForward(192, 112, warpgroups=2, stages=2, query_slots=2, diagonal_keys=512), from_keys=513),
     Row("sm90", "forward", HALVES, HopperForward(192, 64, warpgroups=2, stages=3, query_slots=3)),
@@ -255,6 +260,7 @@ ROWS = [
     Row("sm80", "backward", HALVES,
         Backward(128, 64, 128, 8, 2, 1, score_rows=2, gradient_rows=4, dq_rows=2, finish_apart=1)),
     Row("sm80", "backward", HALVES, Backward(128, 64, 64, 8, 1, 1, score_rows=4, gradient_rows=4, dq_rows=2)),
+    Row("sm90", "wide_backward", HALVES, HopperBackward(192, 64, 64, stages=3, held_keys=192, value_dim=128)),
     Row("sm90", "wide_backward", HALVES, HopperBackward(192, 64, 64, stages=3, held_keys=192)),
     Row("sm90", "wide_backward", HALVES,
         HopperBackward(192, 64, 64, stages=3, transformed=True, held_keys=192)),

@@ -20,8 +20,15 @@ bool compiled_for(int capability) {
     return false;
 }
 
-int64_t larger_head_dim(const ForwardProblem& problem) {
-    return std::max(problem.head_dim, problem.head_dim_v);
+template <class Kernel>
+bool takes_head_dims(const Kernel& kernel, const ForwardProblem& problem) {
+    return problem.head_dim <= kernel.head_dim && problem.head_dim_v <= kernel.value_dim;
+}
+
+// "192", or where they differ "192 and values of 128".
+std::string head_dims(int64_t head_dim, int64_t value_dim) {
+    return std::to_string(head_dim) +
+           (value_dim == head_dim ? "" : " and values of " + std::to_string(value_dim));
 }
 
 // As many blocks as the kernel was made for fit a multiprocessor at once. The system takes 1 KiB of each;
@@ -95,7 +102,7 @@ const Kernel* first_fit(const Kernel* const* kernels, const Problem& whole, cons
     const Kernel* first = nullptr;
     for (; *kernels; ++kernels) {
         const Kernel& kernel = **kernels;
-        if (kernel.dtype != problem.dtype || kernel.head_dim < larger_head_dim(problem) ||
+        if (kernel.dtype != problem.dtype || !takes_head_dims(kernel, problem) ||
             kernel.shared_bytes > device.shared_bytes_per_block || !enough_keys(kernel, problem) ||
             !blocks_fill_tiles(kernel, problem) || objection(kernel, whole, device))
             continue;
@@ -131,9 +138,9 @@ template <class Kernel, class Problem>
 std::string reason_of(const Kernel& kernel, const Kernel* chosen, const Problem& whole,
                       const Device& device) {
     const ForwardProblem& problem = forward_of(whole);
-    if (kernel.head_dim < larger_head_dim(problem))
-        return "it takes head dims up to " + std::to_string(kernel.head_dim) + ", here it is " +
-               std::to_string(larger_head_dim(problem));
+    if (!takes_head_dims(kernel, problem))
+        return "it takes head dims up to " + head_dims(kernel.head_dim, kernel.value_dim) + ", here it is " +
+               head_dims(problem.head_dim, problem.head_dim_v);
     if (!enough_keys(kernel, problem))
         return "it is for queries that see " + std::to_string(kernel.from_keys) +
                " keys or more, here they see " + std::to_string(keys_for(kernel, problem));

@@ -53,6 +53,14 @@ def test_transformed_scores(dtype, head_dim, features):
     given.check(given.draw(), given.draw_dlse())
 
 
+@pytest.mark.parametrize("features", [*FEATURES, "grouped"])
+def test_values_with_a_head_dim_of_their_own(features):
+    """Hopper has kernels for queries and keys of 192 with values of 128, unless scores are transformed."""
+    grouped = {"num_heads": 6, "num_heads_k": 2, "causal": True, "head_dim_v": 100}
+    given = case(HALF, 192, 290, 330, **{"head_dim_v": 128, **FEATURES.get(features, grouped)})
+    given.check(given.draw(), given.draw_dlse())
+
+
 @pytest.mark.parametrize("dtype", [HALF, torch.float16])
 @pytest.mark.parametrize("head_dim", [64, 256])
 def test_alibi_hides_what_is_far(head_dim, dtype):
@@ -283,11 +291,12 @@ def test_scores_that_grow_along_the_keys(head_dim, dtype):
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize("head_dim,head_dim_v", [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192),
+                                                 (256, 256)])
 @pytest.mark.parametrize("softcap", [0, 2])
-def test_what_is_not_finite_stays_where_it_is_seen(softcap, head_dim, value):
+def test_what_is_not_finite_stays_where_it_is_seen(softcap, head_dim, head_dim_v, value):
     """NaN in keys, values and gradients behind the diagonal: bitwise as with zeros there."""
-    given = case(HALF, head_dim, 150, 300, causal=True, softcap=softcap)
+    given = case(HALF, head_dim, 150, 300, head_dim_v=head_dim_v, causal=True, softcap=softcap)
     results = []
     for filled in (0.0, value):
         q, k, v, dout = given.draw()
@@ -301,13 +310,14 @@ def test_what_is_not_finite_stays_where_it_is_seen(softcap, head_dim, value):
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize("head_dim,head_dim_v", [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192),
+                                                 (256, 256)])
 @pytest.mark.parametrize("softcap", [0, 2])
-def test_neighbours_that_are_not_finite(softcap, head_dim, value):
+def test_neighbours_that_are_not_finite(softcap, head_dim, head_dim_v, value):
     """Of packed sequences, whose rows are in the same tiles: as zeros there."""
     ends = (0, 70, 203, 260), (0, 90, 150, 460)
     lengths_q, lengths_k = (torch.tensor(x, dtype=torch.int32) for x in ends)
-    shapes = [(263, 4, head_dim), (462, 2, head_dim), (462, 2, head_dim), (263, 4, head_dim)]
+    shapes = [(263, 4, head_dim), (462, 2, head_dim), (462, 2, head_dim_v), (263, 4, head_dim_v)]
     q, k, v, dout = (torch.randn(shape).to(HALF) for shape in shapes)
     results = []
     for filled in (0.0, value):

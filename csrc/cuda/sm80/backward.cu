@@ -122,6 +122,7 @@ extern constinit const BackwardKernel FLASH_KERNEL_SYMBOL{
     FLASH_KERNEL_NAME,
     sm80::kDType,
     sm80::kConfiguration.head_dim,
+    sm80::kConfiguration.head_dim,
     sm80::kConfiguration.query_tile,
     sm80::kConfiguration.key_tile,
     FLASH_FROM_KEYS,

@@ -77,6 +77,7 @@ extern constinit const ForwardKernel FLASH_KERNEL_SYMBOL{
     FLASH_KERNEL_NAME,
     DType::FLASH_DTYPE,
     sm80::kConfiguration.head_dim,
+    sm80::kConfiguration.head_dim,
     sm80::kConfiguration.query_tile,
     sm80::kConfiguration.key_tile,
     FLASH_FROM_KEYS,

@@ -219,6 +219,7 @@ extern constinit const BackwardKernel FLASH_KERNEL_SYMBOL{
     FLASH_KERNEL_NAME,
     DType::FLASH_DTYPE,
     sm90::kConfiguration.head_dim,
+    sm90::kConfiguration.head_dim,
     sm90::kConfiguration.query_tile,
     sm90::kConfiguration.key_tile,
     FLASH_FROM_KEYS,

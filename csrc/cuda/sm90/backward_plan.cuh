@@ -17,11 +17,14 @@ struct BackwardConfiguration {
     bool transformed;   // scores have a softcap, ALiBi, or a scale that is not positive
     bool biased;        // or a bias, and perhaps those, but for a softcap
     int held_keys = 0;  // so many columns of the keys, and of the values, are in registers as well
+    int value_dim = 0;  // head dim of the values, if it is another, as it may be where dQ has its own walk
 
     static constexpr int warpgroups = 2;  // that compute
     static constexpr int consumers = 128 * warpgroups, threads = consumers + 128;
 
+    constexpr int values() const { return value_dim ? value_dim : head_dim; }
     constexpr int columns() const { return in_whole_panels(head_dim); }
+    constexpr int value_columns() const { return in_whole_panels(values()); }
     // From a panel's first column of keys to the next one's: a panel holds what a warpgroup multiplies of
     // them for dQ, and where that is less than 64 columns some of the next panel's, too.
     constexpr int key_panel_step() const { return head_dim * kPanel / columns(); }
@@ -167,12 +170,15 @@ struct BackwardBias<c, true> {
 template <BackwardConfiguration c>
 struct BackwardShared : BackwardExchange<c> {
     static constexpr int key_bytes = c.key_tile * c.columns() * 2;
+    static constexpr int value_bytes = c.key_tile * c.value_columns() * 2;
     static constexpr int query_bytes = c.query_tile * c.columns() * 2;
+    static constexpr int dout_bytes = c.query_tile * c.value_columns() * 2;
+    static_assert(c.values() == c.head_dim || !c.adds_dq());
 
     alignas(1024) char k[key_bytes];
-    alignas(1024) char v[key_bytes];
+    alignas(1024) char v[value_bytes];
     alignas(1024) char q[c.stages][query_bytes];
-    alignas(1024) char dout[c.stages][query_bytes];
+    alignas(1024) char dout[c.stages][dout_bytes];
     static constexpr int kStatistics =
         (c.query_tile + 31) / 32 * 32;              // copies begin at multiples of 128 bytes
     alignas(128) float lse[c.stages][kStatistics];  // in log 2

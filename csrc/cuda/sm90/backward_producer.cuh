@@ -154,6 +154,7 @@ class BackwardProducer {
   private:
     using Shared = BackwardShared<c>;
     using QueryTile = TileLayout<c.query_tile, c.columns(), 2, kPanel>;
+    using DoutTile = TileLayout<c.query_tile, c.value_columns(), 2, kPanel>;
 
     // By one thread. Others read the plan behind a barrier, its own warp behind __syncwarp.
     __device__ __forceinline__ void make_plan(TileQueue::Reader& queue, uint32_t tile) const {
@@ -192,7 +193,7 @@ class BackwardProducer {
         mbarrier_wait(shared_address(&shared_.v_empty), tile % 2 ^ 1);
         __syncwarp();
         if (loads)
-            load_rows<c.key_tile, c.key_tile, c.head_dim>(shared_.v, maps_.v, v_full, row, head, batch);
+            load_rows<c.key_tile, c.key_tile, c.values()>(shared_.v, maps_.v, v_full, row, head, batch);
         if (lane_index() == 0) mbarrier_arrive(v_full);
         mbarrier_wait(shared_address(&shared_.k_empty), tile % 2 ^ 1);
         __syncwarp();
@@ -215,9 +216,15 @@ class BackwardProducer {
         mbarrier_arrive(full);
     }
 
-    __device__ __forceinline__ void load_queries(const char* to, const CUtensorMap& map, uint32_t barrier,
-                                                 int row, int head, int batch) const {
-        load_rows<c.query_tile, c.query_tile, c.head_dim>(to, map, barrier, row, head, batch);
+    __device__ __forceinline__ void load_queries(uint32_t stage, uint32_t barrier, int row, int head,
+                                                 int batch) const {
+        load_rows<c.query_tile, c.query_tile, c.head_dim>(shared_.q[stage], maps_.q, barrier, row, head,
+                                                          batch);
+    }
+    __device__ __forceinline__ void load_douts(uint32_t stage, uint32_t barrier, int row, int head,
+                                               int batch) const {
+        load_rows<c.query_tile, c.query_tile, c.values()>(shared_.dout[stage], maps_.dout, barrier, row, head,
+                                                          batch);
     }
 
     // By one thread. rows: Q and dO themselves, too. dO's barrier is told that this is all, Q's is not yet.
@@ -225,11 +232,11 @@ class BackwardProducer {
                                          int batch) const {
         const uint32_t q_full = shared_address(&shared_.q_full[stage]),
                        dout_full = shared_address(&shared_.dout_full[stage]);
-        if (rows) load_queries(shared_.q[stage], maps_.q, q_full, row, head, batch);
+        if (rows) load_queries(stage, q_full, row, head, batch);
         mbarrier_expect(q_full, 2 * c.query_tile * int(sizeof(float)));
         tma_load(shared_address(shared_.lse[stage]), &maps_.lse, q_full, statistic, 0, head, batch);
         tma_load(shared_address(shared_.delta[stage]), &maps_.delta, q_full, statistic, 0, head, batch);
-        if (rows) load_queries(shared_.dout[stage], maps_.dout, dout_full, row, head, batch);
+        if (rows) load_douts(stage, dout_full, row, head, batch);
         mbarrier_arrive(dout_full);
     }
 
@@ -266,8 +273,8 @@ class BackwardProducer {
     __device__ __forceinline__ void copy_finite(uint32_t stage, int row, int head, int batch) {
         const uint32_t landed = shared_address(&shared_.landed);
         if (lane_index() == 0) {
-            load_queries(shared_.q[stage], maps_.q, landed, row, head, batch);
-            load_queries(shared_.dout[stage], maps_.dout, landed, row, head, batch);
+            load_queries(stage, landed, row, head, batch);
+            load_douts(stage, landed, row, head, batch);
             mbarrier_arrive(landed);
         }
         uint32_t (&bad)[(c.query_tile + 31) / 32] = shared_.bad_queries[stage];
@@ -275,7 +282,7 @@ class BackwardProducer {
         mbarrier_wait(landed, landed_++ % 2);
         __syncwarp();
         clear_bad_elements<dtype, 32, QueryTile>(shared_address(shared_.q[stage]), bad);
-        clear_bad_elements<dtype, 32, QueryTile>(shared_address(shared_.dout[stage]), bad);
+        clear_bad_elements<dtype, 32, DoutTile>(shared_address(shared_.dout[stage]), bad);
         fence_async_proxy();
         __syncwarp();
     }

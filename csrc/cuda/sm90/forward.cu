@@ -116,6 +116,7 @@ extern constinit const ForwardKernel FLASH_KERNEL_SYMBOL{
     FLASH_KERNEL_NAME,
     DType::FLASH_DTYPE,
     sm90::kConfiguration.head_dim,
+    sm90::kConfiguration.values(),
     sm90::kConfiguration.queries(),
     sm90::kConfiguration.key_tile,
     FLASH_FROM_KEYS,

@@ -75,7 +75,7 @@ class ForwardConsumer {
     using Softmax = ForwardSoftmax;
     // As the copies leave them.
     using QueryTile = TileLayout<64, c.columns(), 2, kPanel>;
-    using ValueTile = TileLayout<c.key_tile, c.columns(), 2, kPanel>;
+    using ValueTile = TileLayout<c.key_tile, c.value_columns(), 2, kPanel>;
 
     // Names of barriers: 0 is the block's.
     static constexpr int kTurns = 1, kConsumers = 1 + c.warpgroups;

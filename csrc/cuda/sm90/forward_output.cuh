@@ -42,7 +42,7 @@ __device__ __forceinline__ bool everywhere(bool x) {
 template <DType dtype, ForwardConfiguration c>
 class ForwardOutput {
   public:
-    using Output = Fragment<16, c.head_dim>;
+    using Output = Fragment<16, c.values()>;
 
     // natural: a score in natural units.
     __device__ ForwardOutput(const ForwardProblem& problem, const PreciseFactor& natural,
@@ -127,7 +127,7 @@ class ForwardOutput {
     }
 
   private:
-    using Operand = RegisterOperand<dtype, 16, c.head_dim>;
+    using Operand = RegisterOperand<dtype, 16, c.values()>;
 
     static constexpr float kHuge = 1 << 22;  // scores whose rounding errors matter as exponents
     // A sum of probabilities whose reciprocal is 0 (GpuMath).
@@ -151,7 +151,7 @@ class ForwardOutput {
                                                                        bool (&finite)[Output::rows]) {
         uint32_t zeros[Output::rows][2] = {};
 #pragma unroll
-        for (int k = 0; k < c.head_dim / 16; ++k)
+        for (int k = 0; k < c.values() / 16; ++k)
 #pragma unroll
             for (int i = 0; i < 4; ++i)
                 zeros[i % 2][i / 2] = pair_fma<dtype>(packed.value[k][0][i], 0, zeros[i % 2][i / 2]);
@@ -193,7 +193,7 @@ class ForwardOutput {
         const int row = int(tile.sequence.first_query_row) + tile.first + warp_row();
         const int batch = tensor_batch(problem_.cu_seqlens_q, tile);
 #pragma unroll
-        for (int column = 0; column < c.head_dim; column += kPanel)
+        for (int column = 0; column < c.values(); column += kPanel)
             tma_store(scratch + column / kPanel * kStagedPanelBytes, &map_.map, column, row, int(tile.head),
                       batch);
         bulk_commit();

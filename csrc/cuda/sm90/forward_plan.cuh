@@ -25,8 +25,11 @@ struct ForwardConfiguration {
     bool biased;           // or a bias, and perhaps those
     int diagonal_keys;     // under a diagonal or a map it is for more of them
     int held_queries = 0;  // so many of their columns are in registers as well
+    int value_dim = 0;     // head dim of the values, if it is another
 
+    constexpr int values() const { return value_dim ? value_dim : head_dim; }
     constexpr int columns() const { return in_whole_panels(head_dim); }
+    constexpr int value_columns() const { return in_whole_panels(values()); }
     constexpr int queries() const { return 64 * warpgroups; }
     constexpr int consumers() const { return 128 * warpgroups; }
     constexpr int threads() const { return consumers() + 128; }
@@ -269,17 +272,18 @@ struct OutputStage {
 };
 template <ForwardConfiguration c>
 struct OutputStage<c, true> {
-    alignas(1024) char rows[4 * c.warpgroups][16 * c.columns() * 2];
+    alignas(1024) char rows[4 * c.warpgroups][16 * c.value_columns() * 2];
     __device__ uint32_t of_warp(int warp) const { return shared_address(rows[warp]); }
 };
 
 template <ForwardConfiguration c>
 struct ForwardShared {
     static constexpr int query_bytes = 64 * c.columns() * 2, key_bytes = c.key_tile * c.columns() * 2;
+    static constexpr int value_bytes = c.key_tile * c.value_columns() * 2;
 
     alignas(1024) char q[c.query_slots][query_bytes];
     alignas(1024) char k[c.stages][key_bytes];
-    alignas(1024) char v[c.stages][key_bytes];
+    alignas(1024) char v[c.stages][value_bytes];
     uint64_t q_full[2 * c.warpgroups];  // each awaited by one warpgroup alone, which must see all its phases
     uint64_t q_empty[c.query_slots];
     static_assert(c.warpgroups <= c.query_slots && c.query_slots <= 2 * c.warpgroups);

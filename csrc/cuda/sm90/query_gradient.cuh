@@ -15,6 +15,7 @@
 #include "../ptx/tma.h"
 #include "../tile/gpu_math.h"
 #include "../tile/warp_product.h"
+#include "backward_plan.cuh"
 #include "forward_plan.cuh"
 #include "load_rows.cuh"
 #include "store_rows.cuh"
@@ -29,26 +30,28 @@ struct QueryGradientMaps {
 };
 
 // What plans know of it: key tiles are kept until dQ is multiplied, values only until dP is.
-constexpr ForwardConfiguration query_gradient_configuration(int head_dim, bool transformed) {
-    return {.head_dim = head_dim,
+constexpr ForwardConfiguration query_gradient_configuration(const BackwardConfiguration& c) {
+    return {.head_dim = c.head_dim,
             .key_tile = 64,
             .warpgroups = 2,
             .stages = 2,
             .query_slots = 2,
             .turns = false,
-            .transformed = transformed};
+            .transformed = c.transformed,
+            .value_dim = c.value_dim};
 }
 
 template <ForwardConfiguration c>
 struct QueryGradientShared {
     static constexpr int query_bytes = c.queries() * c.head_dim * 2, key_bytes = c.key_tile * c.head_dim * 2;
+    static constexpr int dout_bytes = c.queries() * c.values() * 2, value_bytes = c.key_tile * c.values() * 2;
     static constexpr int kValues = c.head_dim > 192 ? 1 : 2;  // tiles in flight
     static constexpr int kNotes = 2 * c.stages;  // read until the keys are left, and one may be ahead
 
     alignas(1024) char q[query_bytes];
-    alignas(1024) char dout[query_bytes];
+    alignas(1024) char dout[dout_bytes];
     alignas(1024) char k[c.stages][key_bytes];
-    alignas(1024) char v[kValues][key_bytes];
+    alignas(1024) char v[kValues][value_bytes];
     uint64_t q_full[c.warpgroups], q_empty[c.warpgroups];  // dO, too
     uint64_t k_full[c.stages], k_empty[c.stages], v_full[kValues], v_empty[kValues];
     KeyNote notes[kNotes];
@@ -115,7 +118,7 @@ class QueryGradientProducer {
             const uint32_t full = in_ring(shared_.k_full, tile), stage = tile % c.stages;
             mbarrier_wait(in_ring(shared_.k_empty, tile), parity(shared_.k_empty, tile) ^ 1);
             if (lane_index() > 0) return;
-            load(rows, shared_.k[stage], maps_.k, full, note.first);
+            load<c.head_dim>(rows, shared_.k[stage], maps_.k, full, note.first);
             for (uint32_t& keys : shared_.bad_keys[stage]) keys = 0;
             shared_.has_bad_keys[stage] = false;
             shared_.notes[tile % Shared::kNotes] = note;
@@ -126,7 +129,8 @@ class QueryGradientProducer {
         copy_tiles<false>([&](const KeyRows& rows, uint32_t tile, Position first) {
             mbarrier_wait(in_ring(shared_.v_empty, tile), parity(shared_.v_empty, tile) ^ 1);
             if (lane_index() > 0) return;
-            load(rows, shared_.v[tile % Shared::kValues], maps_.v, in_ring(shared_.v_full, tile), first);
+            load<c.values()>(rows, shared_.v[tile % Shared::kValues], maps_.v, in_ring(shared_.v_full, tile),
+                             first);
             mbarrier_arrive(in_ring(shared_.v_full, tile));
         });
     }
@@ -156,7 +160,7 @@ class QueryGradientProducer {
             const int head = int(plan.tile.head), batch = tensor_batch(problem_.cu_seqlens_q, plan.tile);
             load_rows<64, c.queries(), c.head_dim>(shared_.q + warpgroup * 64 * 128, maps_.q, full, row, head,
                                                    batch);
-            load_rows<64, c.queries(), c.head_dim>(shared_.dout + warpgroup * 64 * 128, maps_.dout, full, row,
+            load_rows<64, c.queries(), c.values()>(shared_.dout + warpgroup * 64 * 128, maps_.dout, full, row,
                                                    head, batch);
         }
         mbarrier_arrive(full);
@@ -184,10 +188,11 @@ class QueryGradientProducer {
     }
 
     // By one thread, which has yet to arrive.
+    template <int kHeadDim>
     __device__ __forceinline__ static void load(const KeyRows& rows, const char* to, const CUtensorMap& map,
                                                 uint32_t barrier, Position first) {
-        load_rows<c.key_tile, c.key_tile, c.head_dim>(to, map, barrier, rows.first + first, rows.head,
-                                                      rows.batch);
+        load_rows<c.key_tile, c.key_tile, kHeadDim>(to, map, barrier, rows.first + first, rows.head,
+                                                    rows.batch);
     }
 
     const ForwardProblem& problem_;
@@ -286,9 +291,9 @@ class QueryGradient {
         wgmma_commit();
     }
     __device__ __forceinline__ void start_gradients(Scores& dp, uint32_t tile) const {
-        multiply_rows_by_rows<dtype, c.head_dim>(
+        multiply_rows_by_rows<dtype, c.values()>(
             dp, own_rows(shared_.dout), c.queries(),
-            shared_address(shared_.v[0]) + tile % Shared::kValues * Shared::key_bytes);
+            shared_address(shared_.v[0]) + tile % Shared::kValues * Shared::value_bytes);
         wgmma_commit();
     }
 

@@ -14,8 +14,7 @@ namespace {
 
 constexpr DType kDType = DType::FLASH_DTYPE;
 constexpr BackwardConfiguration kConfiguration FLASH_CONFIGURATION;
-constexpr ForwardConfiguration kQueries =
-    query_gradient_configuration(kConfiguration.head_dim, kConfiguration.transformed);
+constexpr ForwardConfiguration kQueries = query_gradient_configuration(kConfiguration);
 using Shared = BackwardShared<kConfiguration>;
 using QueryShared = QueryGradientShared<kQueries>;
 static_assert(kQueries.threads() == kConfiguration.threads);
@@ -49,7 +48,13 @@ __global__ void __launch_bounds__(kConfiguration.threads, 1)
         if (warp == 1) producer.template run<true>();
     } else {
         grow_registers<kConsumerRegisters>();
-        KeyGradients<kDType, kConfiguration>(problem, shared, score_unit).run();
+        constexpr bool alike = kConfiguration.values() == kConfiguration.head_dim;
+        constexpr KeyRole first = alike ? KeyRole::either : KeyRole::dv,
+                          second = alike ? KeyRole::either : KeyRole::dk;
+        if (alike || __shfl_sync(0xffffffff, int(threadIdx.x) / 128, 0) == 0)
+            KeyGradients<kDType, kConfiguration, first>(problem, shared, score_unit).run();
+        else
+            KeyGradients<kDType, kConfiguration, second>(problem, shared, score_unit).run();
     }
 }
 
@@ -147,6 +152,7 @@ extern constinit const BackwardKernel FLASH_KERNEL_SYMBOL{
     FLASH_KERNEL_NAME,
     DType::FLASH_DTYPE,
     sm90::kConfiguration.head_dim,
+    sm90::kConfiguration.values(),
     sm90::kConfiguration.query_tile,
     sm90::kConfiguration.key_tile,
     FLASH_FROM_KEYS,
