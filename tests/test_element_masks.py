@@ -423,6 +423,7 @@ def test_compile(dynamic, device):
             q * 1, k, v, attn_mask=attn_mask, attn_bias=attn_bias * 2, return_attn_probs=True)
         return out + 1, lse
 
+    torch._dynamo.reset()  # compilations of other tests count
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager", dynamic=dynamic)
     results = []
     for function in (step, compiled):

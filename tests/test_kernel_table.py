@@ -224,6 +224,21 @@ def test_what_hoppers_own_refuse_goes_to_no_wider_tile(which):
 
 
 @pytest.mark.skipif(not KERNELS or not runs_on(90), reason="this build is not for 9.0")
+@pytest.mark.parametrize("which", PASSES)
+def test_narrow_values_have_tiles_of_their_own(which):
+    """Queries of 192 with values of 128; not where the map's blocks or what scores go through forbid it."""
+    def name(**given):
+        return _C.plan(sizes(head_dim=192, **given), chip(90))[which]["configuration"]
+
+    for head_dim_v in (8, 64, 120, 128):
+        for given in ({}, {"window_right": 0}, {"block_size": (128, 128)}, {"deterministic": True}):
+            assert "_d192_v128_" in name(head_dim_v=head_dim_v, **given), (head_dim_v, given)
+    assert "_d192_q" in name(head_dim_v=136) and "_d192_q" in name(head_dim_v=128, softcap=3.0)
+    assert "_d192_v128_" in _C.plan(sizes(head_dim=136, head_dim_v=128), chip(90))[which]["configuration"]
+    assert "_d128_" in _C.plan(sizes(head_dim=64, head_dim_v=128), chip(90))[which]["configuration"]
+
+
+@pytest.mark.skipif(not KERNELS or not runs_on(90), reason="this build is not for 9.0")
 def test_hoppers_backward_can_be_deterministic():
     """Under a map only where nothing is added up: else blocks add in no order that it knows."""
     for head_dim in (64, 96, 128, 192, 256):

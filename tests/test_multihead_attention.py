@@ -366,6 +366,7 @@ def test_compile(need, masks, device):
     _, ours = make_pair(dtype, device, dropout=0.2)
     inputs = draw(ours)
     given = {**draw_masks(masks, 7, 7, 2, HEADS, device, dtype), **need}
+    torch._dynamo.reset()  # compilations of other tests count
     compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
     results = []
     for module in (ours, compiled):

@@ -37,6 +37,7 @@ void append_kernels(list& rows, const char* pass, const Kernel* const* kernels) 
         row["name"] = (*kernels)->name;
         row["dtype"] = cuda::name_of((*kernels)->dtype);
         row["head_dim"] = (*kernels)->head_dim;
+        row["head_dim_v"] = (*kernels)->value_dim;
         row["query_tile"] = (*kernels)->query_tile;
         row["key_tile"] = (*kernels)->key_tile;
         row["from_keys"] = (*kernels)->from_keys;

@@ -179,9 +179,12 @@ class DqTile {
         });
     }
 
-    // As sums of the warp's, from a place in shared memory on.
+    // Bytes from a tile's sums in shared memory to a thread's first ones.
+    __device__ __forceinline__ static uint32_t shared_place(uint32_t thread) {
+        return thread / 32 * warp_elements * 4 + thread % 32 * 16;
+    }
+    // The thread's part of the sums, from its place in shared memory on.
     __device__ __forceinline__ static void store_shared(uint32_t place, const Accumulators& dq) {
-        place += lane_index() * 16;
         each([&](int m, int n, int first) {
             const auto& x = dq.value[m][n];
             cuda::store_shared(place + first * 4, make_uint4(__float_as_uint(x[0]), __float_as_uint(x[1]),
@@ -189,9 +192,8 @@ class DqTile {
         });
     }
 
-    // dq += the warp's sums at a place in shared memory.
+    // dq += the sums there.
     __device__ __forceinline__ static void add_shared(Accumulators& dq, uint32_t place) {
-        place += lane_index() * 16;
         each([&](int m, int n, int first) {
             auto& x = dq.value[m][n];
             const uint4 sum = load_shared_16(place + first * 4);

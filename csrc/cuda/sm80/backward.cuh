@@ -382,6 +382,9 @@ class BackwardTile {
     // A visible score is NaN if its row of Q, dO or K was not finite.
     __device__ __forceinline__ void mark_bad(Scores& p, Scores& ds, const BackwardHead<dtype>& head,
                                              const Part& part, int row0, int column0) const {
+        // Else places of bits would be kept throughout.
+        row0 = int(opaque(uint32_t(row0)));
+        column0 = int(opaque(uint32_t(column0)));
 #pragma unroll
         for (int r = 0; r < Scores::rows; ++r) {
             const int i = row0 + Scores::row(r);

@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(kConfiguration.threads, 1)
         }
     } else {
         grow_registers<kConsumerRegisters>();
-        BackwardConsumer<kDType, kConfiguration, kInWalk>(problem, dq_sums, shared, score_unit).run();
+        BackwardConsumer<kDType, kConfiguration, kInWalk>(problem, maps, dq_sums, shared, score_unit).run();
     }
 }
 

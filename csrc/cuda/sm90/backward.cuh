@@ -35,9 +35,10 @@ template <DType dtype, BackwardConfiguration c, bool kInWalk>
 class BackwardConsumer {
   public:
     // score_unit: from a dot product to a score in log 2.
-    __device__ BackwardConsumer(const BackwardProblem& problem, const DqSums& dq_sums,
-                                BackwardShared<c>& shared, const float& score_unit)
+    __device__ BackwardConsumer(const BackwardProblem& problem, const BackwardMaps& maps,
+                                const DqSums& dq_sums, BackwardShared<c>& shared, const float& score_unit)
         : problem_(problem),
+          maps_(maps),
           dq_sums_(dq_sums),
           shared_(shared),
           score_unit_(score_unit),
@@ -62,9 +63,11 @@ class BackwardConsumer {
                 mbarrier_wait(shared_address(&shared_.k_full), tile % 2);
                 leave_values();
                 leave_keys();
+                await_stores();
             }
             store(plan, tile, n);
         }
+        await_stores();
     }
 
   private:
@@ -72,6 +75,7 @@ class BackwardConsumer {
     using Scores = Fragment<16, c.query_tile>;
     using Operand = RegisterOperand<dtype, 16, c.query_tile>;
     using Gradient = Fragment<16, c.head_dim>;
+    using PackedGradient = RegisterOperand<dtype, 16, c.head_dim>;
     using Dq = sm90::Dq<dtype, c>;
     // As the copies leave them.
     using KeyTile = TileLayout<c.key_tile, c.columns(), 2, kPanel>;
@@ -84,6 +88,7 @@ class BackwardConsumer {
     // others; where registers suffice.
     static constexpr bool kEarlyLse = c.query_tile == 64;
     static constexpr int kConsumers = 1;  // a barrier; 0 is the block's
+    static constexpr int kPanels = c.columns() / kPanel;  // of a gradient
 
     // The same for the whole warp, and the compiler knows.
     __device__ __forceinline__ static int warpgroup() {
@@ -155,6 +160,7 @@ class BackwardConsumer {
         wgmma_wait<1>();
         keep(registers_of(s));
         look_for_bad_keys(s, tile);
+        await_stores();
         while (true) {
             const QueryNote& note = shared_.notes[n % c.stages];
             QueryWords<c> words{};
@@ -344,7 +350,7 @@ class BackwardConsumer {
     // To shared memory, from where another warp has it added (DqAdder); or to dQ itself.
     __device__ __forceinline__ void hand_over(typename Dq::Accumulators& dq, DqEnd end, uint32_t flags,
                                               uint32_t n) const {
-        const uint32_t place = shared_address(shared_.dq) + thread_ / 32 * Dq::warp_elements * 4;
+        const uint32_t place = shared_address(shared_.dq) + Dq::shared_place(thread_);
         if (end == DqEnd::none) {
             Dq::store_shared(place, dq);
             mbarrier_arrive_warp(shared_address(&shared_.dq_full[warpgroup_]));
@@ -367,31 +373,72 @@ class BackwardConsumer {
         store_rows<dtype>(rows, dq, first + warp % row_warps * 16, {0, plan.tile.sequence.seqlen_q});
     }
 
-    // n: the next tile of queries, whose dS goes where that of the one before the last was: nobody needs
-    // that.
+    // n: the next tile of queries.
     __device__ __forceinline__ void store(const BackwardPlan& plan, uint32_t tile, uint32_t n) {
         const ForwardProblem& problem = problem_.forward;
-        const auto rows_of = [&](const TensorView& view, int64_t head_dim) {
-            return HeadRows<Bits<dtype>>(view, plan.tile.unowned ? 0 : plan.tile.batch,
-                                         plan.tile.sequence.first_key_row, plan.tile.head, head_dim);
-        };
-        const auto dv = rows_of(problem_.dv, problem.head_dim_v), dk = rows_of(problem_.dk, problem.head_dim);
-        const Position first = plan.tile.first + warp_row();
-        const Interval rows = plan.tile.rows;
+        const RowTile keys = plan.tile;
+        const Position first = keys.first + warp_row();
         shared_.leave_plan(tile);  // before the stores: what ptxas keeps in memory comes behind them
         dk_ *= float(problem.softmax_scale);
-        if (Shared::kBuffers == 2 && c.columns() == c.head_dim && dk.vectors && dv.vectors) {
-            const uint32_t scratch =
-                shared_address(shared_.ds[n % Shared::kBuffers]) + thread_ / 32 * 16 * kPanelRowBytes;
-            store_rows<dtype>(dv, dv_, first, rows, scratch);
-            store_rows<dtype>(dk, dk_, first, rows, scratch);
-        } else {
-            store_rows<dtype>(dv, dv_, first, rows);
-            store_rows<dtype>(dk, dk_, first, rows);
+        // The next dS's place is free; the other one when everybody's last dQ is multiplied.
+        if constexpr (ScoreTile::panels == 1 || Shared::kBuffers == 1) meet();
+        // A copy leaves out what lies behind the tensor's rows, but would write those of the next sequence.
+        const bool whole = keys.rows.begin <= first && first + 16 <= keys.rows.end;
+        if (__any_sync(0xffffffff, maps_.stores & (whole | !problem.cu_seqlens_k))) {
+            store_panels<0>(PackedGradient(dv_), PackedGradient(dk_), n,
+                            int(keys.sequence.first_key_row) + first, int(keys.head),
+                            tensor_batch(problem.cu_seqlens_k, keys));
+            return;
         }
+        const auto rows_of = [&](const TensorView& view, int64_t head_dim) {
+            return HeadRows<Bits<dtype>>(view, keys.unowned ? 0 : keys.batch, keys.sequence.first_key_row,
+                                         keys.head, head_dim);
+        };
+        store_rows<dtype>(rows_of(problem_.dv, problem.head_dim_v), dv_, first, keys.rows);
+        store_rows<dtype>(rows_of(problem_.dk, problem.head_dim), dk_, first, keys.rows);
+    }
+
+    // By way of the warp's two places in dS, where its next dS, and that behind it, will be. kIndex: of the
+    // panels of dV, then of dK.
+    template <int kIndex>
+    __device__ __forceinline__ void store_panels(const PackedGradient& dv, const PackedGradient& dk,
+                                                 uint32_t n, int row, int head, int batch) const {
+        if constexpr (kIndex > 0) await_stores();
+        stage<kIndex>(dv, dk, n);
+        stage<kIndex + 1>(dv, dk, n);
+        fence_async_proxy();
+        __syncwarp();
+        if (thread_ % 32 == 0) {
+            start_copy<kIndex>(n, row, head, batch);
+            start_copy<kIndex + 1>(n, row, head, batch);
+            bulk_commit();
+        }
+        if constexpr (kIndex + 2 < 2 * kPanels) store_panels<kIndex + 2>(dv, dk, n, row, head, batch);
+    }
+    template <int kIndex>
+    __device__ __forceinline__ void stage(const PackedGradient& dv, const PackedGradient& dk,
+                                          uint32_t n) const {
+        stage_panel<kIndex % kPanels * kPanel>(kIndex < kPanels ? dv : dk, own_scores(n, kIndex % 2));
+    }
+    template <int kIndex>
+    __device__ __forceinline__ void start_copy(uint32_t n, int row, int head, int batch) const {
+        tma_store(own_scores(n, kIndex % 2), kIndex < kPanels ? &maps_.dv : &maps_.dk,
+                  kIndex % kPanels * kPanel, row, head, batch);
+    }
+    // The warp's rows in the n-th dS: in its second panel or, if it has one, in the next dS.
+    __device__ __forceinline__ uint32_t own_scores(uint32_t n, int second) const {
+        const uint32_t panel = ScoreTile::panels > 1 ? second * ScoreTile::panel_bytes : 0;
+        return shared_address(shared_.ds[(n + (ScoreTile::panels > 1 ? 0 : second)) % Shared::kBuffers]) +
+               panel + thread_ / 32 * 16 * kPanelRowBytes;
+    }
+    // Until copies of the last tile's gradients no longer need dS.
+    __device__ __forceinline__ void await_stores() const {
+        if (thread_ % 32 == 0) bulk_wait_read();
+        __syncwarp();
     }
 
     const BackwardProblem& problem_;
+    const BackwardMaps& maps_;
     const DqSums& dq_sums_;
     BackwardShared<c>& shared_;
     const float& score_unit_;

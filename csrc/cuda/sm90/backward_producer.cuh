@@ -21,6 +21,8 @@ struct BackwardMaps {
     CUtensorMap q, dout, k, v;
     CUtensorMap lse, delta;  // a row each
     CUtensorMap bias;        // if there is one
+    CUtensorMap dk, dv;      // boxes of 16 rows, if the gradients' strides let copies store them
+    bool stores;
 };
 
 template <DType dtype, BackwardConfiguration c>

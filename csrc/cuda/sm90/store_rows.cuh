@@ -53,49 +53,24 @@ __device__ __forceinline__ void store_rows(const HeadRows<Bits<dtype>>& to,
     store_rows<dtype>(to, RegisterOperand<dtype, 16, kColumns>(tile), first, rows);
 }
 
-// In the warp's own shared memory, a panel of 64 columns after the other, swizzled as copies want it. The
-// panels are at multiples of 1024.
+// The panel of 64 columns from kFirst on to the warp's own shared memory, at a multiple of 1024, swizzled as
+// copies want it.
 constexpr int kStagedPanelBytes = 16 * 64 * 2;
-template <DType dtype, int kColumns>
-__device__ __forceinline__ void stage_rows(const RegisterOperand<dtype, 16, kColumns>& tile,
-                                           uint32_t scratch) {
+template <int kFirst, DType dtype, int kColumns>
+__device__ __forceinline__ void stage_panel(const RegisterOperand<dtype, 16, kColumns>& tile, uint32_t to) {
     using Layout = TileLayout<16, 64, 2>;
     const int lane = lane_index();
-    const uint32_t place = scratch + Layout::offset(lane % 16, 0, lane / 16);
+    const uint32_t place = to + Layout::offset(lane % 16, 0, lane / 16);
 #pragma unroll
-    for (int k = 0; k < kColumns; k += 16)
-        stmatrix_x4(Layout::at(place, 0, k % 64) + k / 64 * kStagedPanelBytes, tile.value[k / 16][0]);
+    for (int k = 0; k < 64 && kFirst + k < kColumns; k += 16)
+        stmatrix_x4(Layout::at(place, 0, k), tile.value[(kFirst + k) / 16][0]);
 }
 
-// The same by way of the warp's own 2048 bytes of shared memory, a multiple of 1024: 8 lanes write 128 bytes
-// of a row at once, which takes half as long where nothing else goes on meanwhile. Rows are whole vectors.
-template <DType dtype, int kColumns>
-__device__ __forceinline__ void store_rows(const HeadRows<Bits<dtype>>& to,
-                                           const Fragment<16, kColumns>& tile, Position first, Interval rows,
-                                           uint32_t scratch) {
-    using Layout = TileLayout<16, 64, 2>;
-    const int lane = lane_index(), chunk = lane % Layout::chunks;
-    const RegisterOperand<dtype, 16, kColumns> packed(tile);
-    const uint32_t place = scratch + Layout::offset(lane % 16, 0, lane / 16);
-#pragma unroll
-    for (int column = 0; column < kColumns; column += Layout::columns) {
-#pragma unroll
-        for (int k = 0; k < Layout::columns && column + k < kColumns; k += 16)
-            stmatrix_x4(Layout::at(place, 0, k), packed.value[(column + k) / 16][0]);
-        __syncwarp();
-        const int mine = column + chunk * 8;
-        uint4 eight[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-            eight[i] = load_shared_16(scratch + Layout::offset(i * 4 + lane / 8, 0, chunk));
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const Position row = first + i * 4 + lane / 8;
-            if (rows.contains(row) && mine < to.head_dim)
-                *reinterpret_cast<uint4*>(to.row(row) + mine) = eight[i];
-        }
-        __syncwarp();
-    }
+// All panels, one after the other.
+template <int kFirst = 0, DType dtype, int kColumns>
+__device__ __forceinline__ void stage_rows(const RegisterOperand<dtype, 16, kColumns>& tile, uint32_t to) {
+    stage_panel<kFirst>(tile, to);
+    if constexpr (kFirst + 64 < kColumns) stage_rows<kFirst + 64>(tile, to + kStagedPanelBytes);
 }
 
 }  // namespace flash::cuda::sm90
