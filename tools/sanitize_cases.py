@@ -26,7 +26,7 @@ from attention_case import Case  # noqa: E402
 from operator_arguments import options  # noqa: E402
 
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
-HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
+HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256), (192, 192))
 # Lengths end inside a tile, and give a query tile several key tiles and the reverse.
 DENSE = {"batch": 2, "seqlen_q": 139, "seqlen_k": 203, "num_heads": 2, "num_heads_k": 1}
 PACKED = {"cu_seqlens_q": (0, 70, 70, 139), "cu_seqlens_k": (0, 5, 90, 203), "tail": 3}
