@@ -85,8 +85,8 @@ class BackwardConsumer {
     static_assert(c.held_keys <= kPanel || c.key_panel_step() == kPanel);
 
     // lse of the next tile is read before its products start, which leave little of shared memory's time to
-    // others; where registers suffice.
-    static constexpr bool kEarlyLse = c.query_tile == 64;
+    // others; where registers suffice, and it is faster: at 128 not beside dQ that is finished in the walk.
+    static constexpr bool kEarlyLse = c.query_tile == 64 && !(kInWalk && c.head_dim == 128);
     static constexpr int kConsumers = 1;  // a barrier; 0 is the block's
     static constexpr int kPanels = c.columns() / kPanel;  // of a gradient
 
