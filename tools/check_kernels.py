@@ -15,8 +15,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-# Bytes stored and loaded. A plain kernel may keep addresses and sums of its rows in memory, touched once a
-# tile (three blocks of head dim 64 need it; two with no such traffic were slower); anything more would show.
+# Bytes stored and loaded. A plain kernel may keep flags and addresses in memory, touched once a tile (those of
+# 255 registers need it); anything more would show.
 # The kernels with softcap, ALiBi or dropout are bound by those, the ones of float32 by their threefold
 # products, not by the memory's first level; and functions that are called stand outside the loops over tiles.
 # The warps that copy in Hopper's backward have 24 registers, in its forward, with more than two warpgroups that

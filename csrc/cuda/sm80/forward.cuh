@@ -147,7 +147,7 @@ class ForwardTile {
     using Scores = Fragment<warp_rows, warp_keys>;
     using Output = Fragment<warp_rows, warp_values>;
 
-    // Three blocks leave their plain kernels no registers for the bits of a mask.
+    // Three blocks or more leave their plain kernels no registers for the bits of a mask.
     static constexpr bool takes_bits = features != Features::none || c.blocks < 3;
     // Biases that grow along the keys would have every tile's scores computed twice.
     static constexpr bool optimistic = features == Features::none;

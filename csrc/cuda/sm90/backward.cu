@@ -27,6 +27,7 @@ template <bool kInWalk>
 __global__ void __launch_bounds__(kConfiguration.threads, 1)
     attention_backward(const __grid_constant__ BackwardProblem problem,
                        const __grid_constant__ BackwardMaps maps,
+                       const __grid_constant__ KeyGradientMaps gradients,
                        const __grid_constant__ AlignedStatistics statistics,
                        const __grid_constant__ TileQueue queue, const __grid_constant__ DqSums dq_sums,
                        const __grid_constant__ DqZeros dq_zeros, uint32_t* turns, BackwardOrder order,
@@ -61,7 +62,8 @@ __global__ void __launch_bounds__(kConfiguration.threads, 1)
         }
     } else {
         grow_registers<kConsumerRegisters>();
-        BackwardConsumer<kDType, kConfiguration, kInWalk>(problem, maps, dq_sums, shared, score_unit).run();
+        BackwardConsumer<kDType, kConfiguration, kInWalk>(problem, gradients, dq_sums, shared, score_unit)
+            .run();
     }
 }
 
@@ -200,9 +202,11 @@ void launch(const BackwardProblem& problem, const Launch& launch) {
                           counter_at(launch.workspace, launch), !walk.whole_units());
     const BackwardMaps maps =
         maps_of(problem, statistics, kDType, query_tile, key_tile, kConfiguration.biased);
+    const KeyGradientMaps gradients{output_map(keys_of(forward, problem.dk, forward.head_dim), kDType),
+                                    output_map(keys_of(forward, problem.dv, forward.head_dim_v), kDType)};
     launch_kernel(FLASH_KERNEL_NAME, walk.in_walk() ? attention_backward<true> : attention_backward<false>,
                   walk.blocks(launch.device), kConfiguration.threads, sizeof(Shared), launch.overlapping(),
-                  problem, maps, statistics, queue, walk.dq_sums, walk.dq_zeros,
+                  problem, maps, gradients, statistics, queue, walk.dq_sums, walk.dq_zeros,
                   walk.has_turns() ? reinterpret_cast<uint32_t*>(turns) : nullptr, walk.order,
                   score_unit(forward, kConfiguration.transformed));
     launch_kernel(FLASH_KERNEL_NAME, finish_dq, walk.dq_sums.unfinished_tiles(), kConfiguration.consumers,

@@ -30,12 +30,16 @@
 
 namespace flash::cuda::sm90 {
 
+struct KeyGradientMaps {
+    OutputMap dk, dv;
+};
+
 // kInWalk: see backward_dq.cuh.
 template <DType dtype, BackwardConfiguration c, bool kInWalk>
 class BackwardConsumer {
   public:
     // score_unit: from a dot product to a score in log 2.
-    __device__ BackwardConsumer(const BackwardProblem& problem, const BackwardMaps& maps,
+    __device__ BackwardConsumer(const BackwardProblem& problem, const KeyGradientMaps& maps,
                                 const DqSums& dq_sums, BackwardShared<c>& shared, const float& score_unit)
         : problem_(problem),
           maps_(maps),
@@ -384,7 +388,7 @@ class BackwardConsumer {
         if constexpr (ScoreTile::panels == 1 || Shared::kBuffers == 1) meet();
         // A copy leaves out what lies behind the tensor's rows, but would write those of the next sequence.
         const bool whole = keys.rows.begin <= first && first + 16 <= keys.rows.end;
-        if (__any_sync(0xffffffff, maps_.stores & (whole | !problem.cu_seqlens_k))) {
+        if (__any_sync(0xffffffff, maps_.dk.fits & maps_.dv.fits & (whole | !problem.cu_seqlens_k))) {
             store_panels<0>(PackedGradient(dv_), PackedGradient(dk_), n,
                             int(keys.sequence.first_key_row) + first, int(keys.head),
                             tensor_batch(problem.cu_seqlens_k, keys));
@@ -422,7 +426,7 @@ class BackwardConsumer {
     }
     template <int kIndex>
     __device__ __forceinline__ void start_copy(uint32_t n, int row, int head, int batch) const {
-        tma_store(own_scores(n, kIndex % 2), kIndex < kPanels ? &maps_.dv : &maps_.dk,
+        tma_store(own_scores(n, kIndex % 2), kIndex < kPanels ? &maps_.dv.map : &maps_.dk.map,
                   kIndex % kPanels * kPanel, row, head, batch);
     }
     // The warp's rows in the n-th dS: in its second panel or, if it has one, in the next dS.
@@ -438,7 +442,7 @@ class BackwardConsumer {
     }
 
     const BackwardProblem& problem_;
-    const BackwardMaps& maps_;
+    const KeyGradientMaps& maps_;
     const DqSums& dq_sums_;
     BackwardShared<c>& shared_;
     const float& score_unit_;

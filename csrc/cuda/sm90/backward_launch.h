@@ -3,7 +3,6 @@
 #pragma once
 
 #include "../any/rows.h"
-#include "../sanitized.h"
 #include "backward_producer.cuh"
 #include "problem.h"
 
@@ -60,20 +59,13 @@ class StatisticsSpace {
 inline BackwardMaps maps_of(const BackwardProblem& problem, const AlignedStatistics& statistics, DType dtype,
                             int query_tile, int key_tile, bool biased) {
     const ForwardProblem& forward = problem.forward;
-    const Rows dk = keys_of(forward, problem.dk, forward.head_dim),
-               dv = keys_of(forward, problem.dv, forward.head_dim_v);
-    // compute-sanitizer does not know what the copy engine writes.
-    const bool stores = !kSanitized && fits_tensor_map(dk, 2) && fits_tensor_map(dv, 2);
     return {tensor_map(queries_of(forward, forward.q, forward.head_dim), dtype, query_tile),
             tensor_map(queries_of(forward, problem.dout, forward.head_dim_v), dtype, query_tile),
             tensor_map(keys_of(forward, forward.k, forward.head_dim), dtype, key_tile),
             tensor_map(keys_of(forward, forward.v, forward.head_dim_v), dtype, key_tile),
             tensor_map(statistics.lse_log2, forward, statistics.rows.count(), query_tile),
             tensor_map(statistics.delta, forward, statistics.rows.count(), query_tile),
-            biased ? bias_map(forward, dtype, query_tile) : CUtensorMap{},
-            stores ? tensor_map(dk, dtype, 16) : CUtensorMap{},
-            stores ? tensor_map(dv, dtype, 16) : CUtensorMap{},
-            stores};
+            biased ? bias_map(forward, dtype, query_tile) : CUtensorMap{}};
 }
 
 }  // namespace flash::cuda::sm90

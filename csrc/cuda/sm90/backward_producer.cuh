@@ -21,8 +21,6 @@ struct BackwardMaps {
     CUtensorMap q, dout, k, v;
     CUtensorMap lse, delta;  // a row each
     CUtensorMap bias;        // if there is one
-    CUtensorMap dk, dv;      // boxes of 16 rows, if the gradients' strides let copies store them
-    bool stores;
 };
 
 template <DType dtype, BackwardConfiguration c>
@@ -218,15 +216,10 @@ class BackwardProducer {
         mbarrier_arrive(full);
     }
 
-    __device__ __forceinline__ void load_queries(uint32_t stage, uint32_t barrier, int row, int head,
-                                                 int batch) const {
-        load_rows<c.query_tile, c.query_tile, c.head_dim>(shared_.q[stage], maps_.q, barrier, row, head,
-                                                          batch);
-    }
-    __device__ __forceinline__ void load_douts(uint32_t stage, uint32_t barrier, int row, int head,
-                                               int batch) const {
-        load_rows<c.query_tile, c.query_tile, c.values()>(shared_.dout[stage], maps_.dout, barrier, row, head,
-                                                          batch);
+    template <int kHeadDim>
+    __device__ __forceinline__ static void load_queries(const char* to, const CUtensorMap& map,
+                                                        uint32_t barrier, int row, int head, int batch) {
+        load_rows<c.query_tile, c.query_tile, kHeadDim>(to, map, barrier, row, head, batch);
     }
 
     // By one thread. rows: Q and dO themselves, too. dO's barrier is told that this is all, Q's is not yet.
@@ -234,11 +227,11 @@ class BackwardProducer {
                                          int batch) const {
         const uint32_t q_full = shared_address(&shared_.q_full[stage]),
                        dout_full = shared_address(&shared_.dout_full[stage]);
-        if (rows) load_queries(stage, q_full, row, head, batch);
+        if (rows) load_queries<c.head_dim>(shared_.q[stage], maps_.q, q_full, row, head, batch);
         mbarrier_expect(q_full, 2 * c.query_tile * int(sizeof(float)));
         tma_load(shared_address(shared_.lse[stage]), &maps_.lse, q_full, statistic, 0, head, batch);
         tma_load(shared_address(shared_.delta[stage]), &maps_.delta, q_full, statistic, 0, head, batch);
-        if (rows) load_douts(stage, dout_full, row, head, batch);
+        if (rows) load_queries<c.values()>(shared_.dout[stage], maps_.dout, dout_full, row, head, batch);
         mbarrier_arrive(dout_full);
     }
 
@@ -275,8 +268,8 @@ class BackwardProducer {
     __device__ __forceinline__ void copy_finite(uint32_t stage, int row, int head, int batch) {
         const uint32_t landed = shared_address(&shared_.landed);
         if (lane_index() == 0) {
-            load_queries(stage, landed, row, head, batch);
-            load_douts(stage, landed, row, head, batch);
+            load_queries<c.head_dim>(shared_.q[stage], maps_.q, landed, row, head, batch);
+            load_queries<c.values()>(shared_.dout[stage], maps_.dout, landed, row, head, batch);
             mbarrier_arrive(landed);
         }
         uint32_t (&bad)[(c.query_tile + 31) / 32] = shared_.bad_queries[stage];

@@ -100,9 +100,7 @@ void launch(const ForwardProblem& problem, int, const Launch& launch) {
         tensor_map(keys_of(problem, problem.v, problem.head_dim_v), kDType, kConfiguration.key_tile),
         kConfiguration.biased ? bias_map(problem, kDType, 64) : CUtensorMap{}};
     const Rows rows = queries_of(problem, problem.out, problem.head_dim_v);
-    // compute-sanitizer does not know what the copy engine writes.
-    const bool fits = kConfiguration.stages_output && !kSanitized && fits_tensor_map(rows, 2);
-    const OutputMap out{fits ? tensor_map(rows, kDType, 16) : CUtensorMap{}, fits};
+    const OutputMap out = kConfiguration.stages_output ? output_map(rows, kDType) : OutputMap{};
     launch_kernel(FLASH_KERNEL_NAME, attention_forward,
                   std::min<int64_t>(tiling.count(), launch.device.multiprocessors), kConfiguration.threads(),
                   sizeof(Shared), launch.overlapping(), problem, maps, out, queue, unit, natural);

@@ -22,12 +22,6 @@ struct ForwardSoftmax {
     OnlineSoftmax<GpuMath> rows[2];
 };
 
-// Where copies put O, 16 rows at once, if its strides let them.
-struct OutputMap {
-    CUtensorMap map;
-    bool fits;
-};
-
 // Computed where it is wanted: there is no register to keep it in.
 __device__ __forceinline__ int warp_row() {
     return int(opaque(threadIdx.x)) / 32 * 16;

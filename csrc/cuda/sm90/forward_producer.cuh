@@ -166,8 +166,8 @@ class ForwardProducer {
                 const KeyNote note = notes.next_note();
                 mbarrier_wait(in_ring(shared_.k_empty, tile), parity(shared_.k_empty, tile) ^ 1);
                 if (lane_index() == 0) {
-                    load<c.head_dim>(shared_.k[tile % c.stages], maps_.k, in_ring(shared_.k_full, tile), rows,
-                                     note.first);
+                    load_keys<c.key_tile, c.head_dim>(shared_.k[tile % c.stages], maps_.k,
+                                                      in_ring(shared_.k_full, tile), rows, note.first);
                     shared_.note(tile) = note;
                     mbarrier_arrive(in_ring(shared_.k_full, tile));
                 }
@@ -175,20 +175,13 @@ class ForwardProducer {
                 const Position first = notes.next();
                 mbarrier_wait(in_ring(shared_.v_empty, tile), parity(shared_.v_empty, tile) ^ 1);
                 if (lane_index() == 0) {
-                    load<c.values()>(shared_.v[tile % c.stages], maps_.v, in_ring(shared_.v_full, tile), rows,
-                                     first);
+                    load_keys<c.key_tile, c.values()>(shared_.v[tile % c.stages], maps_.v,
+                                                      in_ring(shared_.v_full, tile), rows, first);
                     mbarrier_arrive(in_ring(shared_.v_full, tile));
                 }
             }
             __syncwarp();
         }
-    }
-
-    // By one thread, which has yet to arrive.
-    template <int kHeadDim>
-    __device__ __forceinline__ static void load(const char* to, const CUtensorMap& map, uint32_t full,
-                                                const KeyRows& rows, Position first) {
-        load_rows<c.key_tile, c.key_tile, kHeadDim>(to, map, full, rows.first + first, rows.head, rows.batch);
     }
 
     const ForwardProblem& problem_;

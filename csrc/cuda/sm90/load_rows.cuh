@@ -38,4 +38,11 @@ struct KeyRows {
           batch(tensor_batch(problem.cu_seqlens_k, tile)) {}
 };
 
+// A tile of kRows keys, or values. By one thread, which has yet to arrive.
+template <int kRows, int kHeadDim>
+__device__ __forceinline__ void load_keys(const char* to, const CUtensorMap& map, uint32_t barrier,
+                                          const KeyRows& rows, Position first) {
+    load_rows<kRows, kRows, kHeadDim>(to, map, barrier, rows.first + first, rows.head, rows.batch);
+}
+
 }  // namespace flash::cuda::sm90

@@ -118,7 +118,7 @@ class QueryGradientProducer {
             const uint32_t full = in_ring(shared_.k_full, tile), stage = tile % c.stages;
             mbarrier_wait(in_ring(shared_.k_empty, tile), parity(shared_.k_empty, tile) ^ 1);
             if (lane_index() > 0) return;
-            load<c.head_dim>(rows, shared_.k[stage], maps_.k, full, note.first);
+            load_keys<c.key_tile, c.head_dim>(shared_.k[stage], maps_.k, full, rows, note.first);
             for (uint32_t& keys : shared_.bad_keys[stage]) keys = 0;
             shared_.has_bad_keys[stage] = false;
             shared_.notes[tile % Shared::kNotes] = note;
@@ -129,8 +129,8 @@ class QueryGradientProducer {
         copy_tiles<false>([&](const KeyRows& rows, uint32_t tile, Position first) {
             mbarrier_wait(in_ring(shared_.v_empty, tile), parity(shared_.v_empty, tile) ^ 1);
             if (lane_index() > 0) return;
-            load<c.values()>(rows, shared_.v[tile % Shared::kValues], maps_.v, in_ring(shared_.v_full, tile),
-                             first);
+            load_keys<c.key_tile, c.values()>(shared_.v[tile % Shared::kValues], maps_.v,
+                                              in_ring(shared_.v_full, tile), rows, first);
             mbarrier_arrive(in_ring(shared_.v_full, tile));
         });
     }
@@ -185,14 +185,6 @@ class QueryGradientProducer {
             }
             if (kKeys && lane_index() == 0) mbarrier_arrive(in_ring(shared_.walked, n));
         }
-    }
-
-    // By one thread, which has yet to arrive.
-    template <int kHeadDim>
-    __device__ __forceinline__ static void load(const KeyRows& rows, const char* to, const CUtensorMap& map,
-                                                uint32_t barrier, Position first) {
-        load_rows<c.key_tile, c.key_tile, kHeadDim>(to, map, barrier, rows.first + first, rows.head,
-                                                    rows.batch);
     }
 
     const ForwardProblem& problem_;

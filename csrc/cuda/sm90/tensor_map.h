@@ -6,6 +6,7 @@
 #include <cuda_runtime_api.h>
 
 #include "../launch.h"
+#include "../sanitized.h"
 #include "../tile/element.h"
 
 namespace flash::cuda::sm90 {
@@ -85,6 +86,18 @@ inline CUtensorMap tensor_map(const Rows& rows, DType dtype, int box_rows) {
                                     {rows.view.row_stride, rows.view.head_stride, rows.view.batch_stride},
                                     {kPanel, box_rows},
                                     CU_TENSOR_MAP_SWIZZLE_128B});
+}
+
+// Where copies put a result, 16 rows of a warp at once, if its strides let them.
+struct OutputMap {
+    CUtensorMap map;
+    bool fits;
+};
+
+inline OutputMap output_map(const Rows& rows, DType dtype) {
+    // compute-sanitizer does not know what the copy engine writes.
+    const bool fits = !kSanitized && fits_tensor_map(rows, element_bytes(dtype));
+    return {fits ? tensor_map(rows, dtype, 16) : CUtensorMap{}, fits};
 }
 
 // So many rows for each of the problem's query heads; boxes are box_rows numbers of one. The first of a box
