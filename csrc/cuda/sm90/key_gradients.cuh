@@ -14,11 +14,11 @@
 
 #include "../ptx/barrier.h"
 #include "../sanitized.h"
-#include "../tile/gpu_math.h"
 #include "../tile/warp_product.h"
 #include "backward_mask.cuh"
 #include "backward_producer.cuh"
 #include "store_rows.cuh"
+#include "transposed_scores.cuh"
 #include "warpgroup_product.h"
 
 namespace flash::cuda::sm90 {
@@ -190,11 +190,6 @@ class KeyGradients {
             [&](int part) { return has_bits ? words.visible(shared_, flags, warp_row(), part) : ~0u; }, x);
     }
 
-    // Numbers of a lane's queries: two columns of each 8.
-    __device__ __forceinline__ float2 pair_of(const float* of_query, int tile) const {
-        const uint2 pair = load_shared_8(shared_address(of_query) + thread_ % 4 * 8 + tile * 32);
-        return make_float2(__uint_as_float(pair.x), __uint_as_float(pair.y));
-    }
     // Of P's n-th buffer, four of a thread's numbers: those of other threads lie between them and the next.
     __device__ __forceinline__ uint32_t place_of_p(uint32_t n, int tile) const {
         return shared_address(shared_.p[n % Shared::kBuffers]) + thread_ * 16 + tile * 128 * 16;
@@ -210,15 +205,8 @@ class KeyGradients {
             transformed(n).scale_and_cap(x);
             transformed(n).add_alibi(x);
         }
-#pragma unroll
-        for (int tile = 0; tile < Scores::column_tiles; ++tile) {
-            const float2 lse = pair_of(shared_.lse[n % c.stages], tile);
-            float (&s)[4] = x.value[0][tile];
-            s[0] = GpuMath::exponential(s[0] * score_unit_ - lse.x);
-            s[1] = GpuMath::exponential(s[1] * score_unit_ - lse.y);
-            s[2] = GpuMath::exponential(s[2] * score_unit_ - lse.x);
-            s[3] = GpuMath::exponential(s[3] * score_unit_ - lse.y);
-        }
+        exponentiate_columns(x, score_unit_,
+                             [&](int tile) { return pair_of(shared_.lse[n % c.stages], tile, thread_); });
         if constexpr (!kSanitized) barrier_of<c.consumers>(kEmpty + n % Shared::kBuffers);
 #pragma unroll
         for (int tile = 0; tile < Scores::column_tiles; ++tile) {
@@ -232,28 +220,18 @@ class KeyGradients {
     // x: dO V^T on entry, dS on return; it lacks the factor softmax_scale, which dK gets.
     __device__ __forceinline__ void differentiate(Scores& x, uint32_t n) const {
         if constexpr (!kSanitized) barrier_of<c.consumers>(kFull + n % Shared::kBuffers);
-#pragma unroll
-        for (int tile = 0; tile < Scores::column_tiles; ++tile) {
-            const float2 delta = pair_of(shared_.delta[n % c.stages], tile);
+        const auto p_of = [&](int tile) {
             const uint4 p = load_shared_16(place_of_p(n, tile));
-            float (&dp)[4] = x.value[0][tile];
-            dp[0] = __uint_as_float(p.x) * (dp[0] - delta.x);
-            dp[1] = __uint_as_float(p.y) * (dp[1] - delta.y);
-            dp[2] = __uint_as_float(p.z) * (dp[2] - delta.x);
-            dp[3] = __uint_as_float(p.w) * (dp[3] - delta.y);
-        }
+            return make_float4(__uint_as_float(p.x), __uint_as_float(p.y), __uint_as_float(p.z),
+                               __uint_as_float(p.w));
+        };
+        differentiate_columns(x, p_of,
+                              [&](int tile) { return pair_of(shared_.delta[n % c.stages], tile, thread_); });
         if constexpr (c.transformed)
-            transformed(n).differentiate_cap(
-                x,
-                [&](int tile) {
-                    const uint4 p = load_shared_16(place_of_p(n, tile));
-                    return make_float4(__uint_as_float(p.x), __uint_as_float(p.y), __uint_as_float(p.z),
-                                       __uint_as_float(p.w));
-                },
-                [&](int tile) {
-                    const float2 lse = pair_of(shared_.lse[n % c.stages], tile);
-                    return make_float4(lse.x, lse.y, lse.x, lse.y);
-                });
+            transformed(n).differentiate_cap(x, p_of, [&](int tile) {
+                const float2 lse = pair_of(shared_.lse[n % c.stages], tile, thread_);
+                return make_float4(lse.x, lse.y, lse.x, lse.y);
+            });
         if constexpr (!kSanitized) arrive_at_barrier_of<c.consumers>(kEmpty + n % Shared::kBuffers);
     }
 

@@ -226,7 +226,6 @@ class QueryGradient {
   private:
     using Shared = QueryGradientShared<c>;
     using Scores = Fragment<16, c.key_tile>;
-    using Operand = RegisterOperand<dtype, 16, c.key_tile>;
     using KeyTile = TileLayout<c.key_tile, c.head_dim, 2, kPanel>;
 
     // A barrier of each warpgroup; 0 is the block's.
@@ -320,12 +319,15 @@ class QueryGradient {
                 transformed.scale_and_cap(s);
                 transformed.add_alibi(s);
             }
-            exponentiate(s, lse);
+            const bool whole = c.transformed || masked;
+            exponentiate<0>(s, lse);
+            if (whole) exponentiate<1>(s, lse);
             wgmma_wait<0>();
             keep(registers_of(dp));
             leave_values(tile);
             if (flags & KeyNote::last) mbarrier_arrive_warp(shared_address(&shared_.q_empty[warpgroup_]));
-            differentiate(s, dp, delta);
+            differentiate<0>(s, dp, delta);
+            if (whole) differentiate<1>(s, dp, delta);
             if constexpr (c.transformed)
                 transformed.differentiate_cap(
                     dp,
@@ -335,9 +337,16 @@ class QueryGradient {
                     },
                     [&](int) { return make_float4(lse[0], lse[0], lse[1], lse[1]); });
             if (masked) mask(dp, plan, tile, flags, exclude_bad_keys(suspicious, tile));
-            const Operand ds(dp);
-            wgmma_fence();
-            multiply_registers_by_columns<dtype, c.key_tile>(dq_, ds.value, keys(tile));
+            const Operand first(half<0>(dp));
+            add_to_dq<0>(first, tile);
+            if (!whole) {
+                keep(registers_of(half<1>(s)));  // not before
+                keep(registers_of(half<1>(dp)));
+                exponentiate<1>(s, lse);
+                differentiate<1>(s, dp, delta);
+            }
+            const Operand second(half<1>(dp));
+            add_to_dq<1>(second, tile);
             wgmma_commit();
             if (flags & (KeyNote::last | KeyNote::gap)) break;
             ++tile;
@@ -377,21 +386,42 @@ class QueryGradient {
                                     shared_.notes[tile % Shared::kNotes].first};
     }
 
-    __device__ __forceinline__ void exponentiate(Scores& s, const float (&lse)[Scores::rows]) const {
+    // Of a tile's keys the second half becomes dS when the first one's part of dQ is being multiplied.
+    // (kHalf: 0 or 1.)
+    static constexpr int kHalfKeys = c.key_tile / 2;
+    using Half = Fragment<16, kHalfKeys>;
+    using Operand = RegisterOperand<dtype, 16, kHalfKeys>;
+    template <int kHalf>
+    __device__ __forceinline__ static Half& half(Scores& x) {
+        return reinterpret_cast<Half&>(x.value[0][kHalf * kHalfKeys / 8]);
+    }
+
+    template <int kHalf>
+    __device__ __forceinline__ void exponentiate(Scores& scores, const float (&lse)[Scores::rows]) const {
+        Half& s = half<kHalf>(scores);
 #pragma unroll
-        for (int column = 0; column < Scores::columns; ++column)
+        for (int column = 0; column < Half::columns; ++column)
 #pragma unroll
-            for (int r = 0; r < Scores::rows; ++r)
+            for (int r = 0; r < Half::rows; ++r)
                 s.at(r, column) = GpuMath::exponential(s.at(r, column) * score_unit_ - lse[r]);
     }
     // dp: dO V^T on entry, dS on return; it lacks the factor softmax_scale, which dQ gets.
-    __device__ __forceinline__ static void differentiate(const Scores& p, Scores& dp,
+    template <int kHalf>
+    __device__ __forceinline__ static void differentiate(Scores& probabilities, Scores& gradients,
                                                          const float (&delta)[Scores::rows]) {
+        const Half& p = half<kHalf>(probabilities);
+        Half& dp = half<kHalf>(gradients);
 #pragma unroll
-        for (int column = 0; column < Scores::columns; ++column)
+        for (int column = 0; column < Half::columns; ++column)
 #pragma unroll
-            for (int r = 0; r < Scores::rows; ++r)
+            for (int r = 0; r < Half::rows; ++r)
                 dp.at(r, column) = p.at(r, column) * (dp.at(r, column) - delta[r]);
+    }
+    template <int kHalf>
+    __device__ __forceinline__ void add_to_dq(const Operand& ds, uint32_t tile) {
+        wgmma_fence();
+        multiply_registers_by_columns<dtype, kHalfKeys>(
+            dq_, ds.value, keys(tile) + kHalf * kHalfKeys * kPanelRowBytes, c.key_tile);
     }
 
     // Of a key that is not finite no score is.
