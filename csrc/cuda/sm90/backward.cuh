@@ -100,11 +100,6 @@ class BackwardConsumer {
     static constexpr int kConsumers = 1;  // a barrier; 0 is the block's
     static constexpr int kPanels = c.columns() / kPanel;  // of a gradient
 
-    template <int kHalf>
-    __device__ __forceinline__ static Half& half(Scores& x) {
-        return reinterpret_cast<Half&>(x.value[0][kHalf * Half::column_tiles]);
-    }
-
     // The same for the whole warp, and the compiler knows.
     __device__ __forceinline__ static int warpgroup() {
         return __shfl_sync(0xffffffff, int(threadIdx.x) / 128, 0);
@@ -145,8 +140,8 @@ class BackwardConsumer {
         store_ds<kHalf>(ds, n);
         p = PartOperand(from_p);
         wgmma_fence();
-        multiply_registers_by_columns<dtype, PartOperand::columns>(
-            dv_, p.value, douts(n) + kHalf * kHalfRows, c.query_tile);
+        multiply_registers_by_columns<dtype, PartOperand::columns>(dv_, p.value, douts(n) + kHalf * kHalfRows,
+                                                                   c.query_tile);
         wgmma_commit();
     }
     template <int kHalf, class PartOperand>
@@ -211,7 +206,7 @@ class BackwardConsumer {
             keep(registers_of(dp));
             if (flags & QueryNote::last) leave_values();
             if (whole) {
-                keep(registers_of(half<1>(s)));  // not before
+                keep(registers_of(half_of<1>(s)));  // not before
                 exponentiate<1>(s, lse, n);
             }
             differentiate<0>(s, dp, n);
@@ -223,15 +218,15 @@ class BackwardConsumer {
             if constexpr (Shared::kBuffers == 1) meet();  // everybody's last dQ is multiplied
             if constexpr (kInHalves) {
                 HalfOperand p[2], ds[2];
-                start_dv<0>(half<0>(s), half<0>(dp), p[0], ds[0], n);
+                start_dv<0>(half_of<0>(s), half_of<0>(dp), p[0], ds[0], n);
                 start_dk<0>(ds[0], n);
                 if (!whole) {
-                    keep(registers_of(half<1>(s)));
-                    keep(registers_of(half<1>(dp)));
+                    keep(registers_of(half_of<1>(s)));
+                    keep(registers_of(half_of<1>(dp)));
                     exponentiate<1>(s, lse, n);
                     differentiate<1>(s, dp, n);
                 }
-                start_dv<1>(half<1>(s), half<1>(dp), p[1], ds[1], n);
+                start_dv<1>(half_of<1>(s), half_of<1>(dp), p[1], ds[1], n);
                 meet_for_dq();
                 start_dq(dq, n);
                 start_dk<1>(ds[1], n);
@@ -332,7 +327,7 @@ class BackwardConsumer {
     // s: dot products, or transformed ones, on entry, P on return; of half of the queries.
     template <int kHalf>
     __device__ __forceinline__ void exponentiate(Scores& s, const Pairs& early, uint32_t n) const {
-        exponentiate_columns(half<kHalf>(s), score_unit_, [&](int i) {
+        exponentiate_columns(half_of<kHalf>(s), score_unit_, [&](int i) {
             const int tile = kHalf * Half::column_tiles + i;
             return kEarlyLse ? early.of[tile] : pair_of(shared_.lse[n % c.stages], tile, thread_);
         });
@@ -341,7 +336,7 @@ class BackwardConsumer {
     template <int kHalf>
     __device__ __forceinline__ void differentiate(Scores& p, Scores& dp, uint32_t n) const {
         differentiate_columns(
-            half<kHalf>(dp), [&](int i) { return four_of(half<kHalf>(p), i); },
+            half_of<kHalf>(dp), [&](int i) { return four_of(half_of<kHalf>(p), i); },
             [&](int i) {
                 return pair_of(shared_.delta[n % c.stages], kHalf * Half::column_tiles + i, thread_);
             });

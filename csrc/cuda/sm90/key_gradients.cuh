@@ -74,6 +74,7 @@ class KeyGradients {
   private:
     using Shared = BackwardShared<c>;
     using Scores = Fragment<16, c.query_tile>;
+    using Half = Fragment<16, c.query_tile / 2>;
     using Operand = RegisterOperand<dtype, 16, c.query_tile>;
     // Of the first product and of the gradient.
     static constexpr int kDepth = role == KeyRole::dk ? c.values() : c.head_dim;
@@ -83,9 +84,13 @@ class KeyGradients {
     using KeyTile = TileLayout<c.key_tile, kDepth, 2, kPanel>;  // or the values'
     static_assert(c.warpgroups == 2 && c.key_tile == 64);
 
-    // Barriers, of each buffer of P; 0 is the block's. racecheck does not know that bar.arrive orders what
-    // was read and written before it: for it both warpgroups wait, at one place, as synccheck wants it.
-    static constexpr int kFull = 1, kEmpty = kFull + Shared::kBuffers;
+    // Barriers, of each buffer of P, and of each half of what is in it; 0 is the block's. racecheck does not
+    // know that bar.arrive orders what was read and written before it: for it both warpgroups wait, at one
+    // place, as synccheck wants it.
+    static constexpr int kFull = 1, kEmpty = kFull + 2 * Shared::kBuffers;
+    __device__ __forceinline__ static int full(uint32_t n, int half) {
+        return kFull + int(n % Shared::kBuffers) * 2 + half;
+    }
 
     __device__ __forceinline__ bool of_keys() const {
         return role == KeyRole::either ? of_keys_ : role == KeyRole::dk;
@@ -199,40 +204,57 @@ class KeyGradients {
         return shared_.transformed(shared_.notes[n % c.stages], warp_row());
     }
 
-    // x: dot products on entry, P on return, of which the other warpgroup gets a copy.
+    // x: dot products on entry, P on return, of which the other warpgroup gets a copy, half by half.
     __device__ __forceinline__ void exponentiate(Scores& x, uint32_t n) const {
         if constexpr (c.transformed) {
             transformed(n).scale_and_cap(x);
             transformed(n).add_alibi(x);
         }
-        exponentiate_columns(x, score_unit_,
-                             [&](int tile) { return pair_of(shared_.lse[n % c.stages], tile, thread_); });
-        if constexpr (!kSanitized) barrier_of<c.consumers>(kEmpty + n % Shared::kBuffers);
+        exponentiate_half<0>(x, n);
+        exponentiate_half<1>(x, n);
+    }
+    template <int kHalf>
+    __device__ __forceinline__ void exponentiate_half(Scores& x, uint32_t n) const {
+        Half& s = half_of<kHalf>(x);
+        exponentiate_columns(s, score_unit_, [&](int i) {
+            return pair_of(shared_.lse[n % c.stages], kHalf * Half::column_tiles + i, thread_);
+        });
+        if constexpr (kHalf == 0 && !kSanitized) barrier_of<c.consumers>(kEmpty + n % Shared::kBuffers);
 #pragma unroll
-        for (int tile = 0; tile < Scores::column_tiles; ++tile) {
-            const float (&p)[4] = x.value[0][tile];
-            store_shared(place_of_p(n, tile), make_uint4(__float_as_uint(p[0]), __float_as_uint(p[1]),
-                                                         __float_as_uint(p[2]), __float_as_uint(p[3])));
+        for (int i = 0; i < Half::column_tiles; ++i) {
+            const float (&p)[4] = s.value[0][i];
+            store_shared(place_of_p(n, kHalf * Half::column_tiles + i),
+                         make_uint4(__float_as_uint(p[0]), __float_as_uint(p[1]), __float_as_uint(p[2]),
+                                    __float_as_uint(p[3])));
         }
-        if constexpr (!kSanitized) arrive_at_barrier_of<c.consumers>(kFull + n % Shared::kBuffers);
+        if constexpr (!kSanitized) arrive_at_barrier_of<c.consumers>(full(n, kHalf));
     }
 
     // x: dO V^T on entry, dS on return; it lacks the factor softmax_scale, which dK gets.
     __device__ __forceinline__ void differentiate(Scores& x, uint32_t n) const {
-        if constexpr (!kSanitized) barrier_of<c.consumers>(kFull + n % Shared::kBuffers);
-        const auto p_of = [&](int tile) {
-            const uint4 p = load_shared_16(place_of_p(n, tile));
-            return make_float4(__uint_as_float(p.x), __uint_as_float(p.y), __uint_as_float(p.z),
-                               __uint_as_float(p.w));
-        };
-        differentiate_columns(x, p_of,
-                              [&](int tile) { return pair_of(shared_.delta[n % c.stages], tile, thread_); });
+        differentiate_half<0>(x, n);
+        differentiate_half<1>(x, n);
         if constexpr (c.transformed)
-            transformed(n).differentiate_cap(x, p_of, [&](int tile) {
-                const float2 lse = pair_of(shared_.lse[n % c.stages], tile, thread_);
-                return make_float4(lse.x, lse.y, lse.x, lse.y);
-            });
+            transformed(n).differentiate_cap(
+                x, [&](int tile) { return load_p(n, tile); },
+                [&](int tile) {
+                    const float2 lse = pair_of(shared_.lse[n % c.stages], tile, thread_);
+                    return make_float4(lse.x, lse.y, lse.x, lse.y);
+                });
         if constexpr (!kSanitized) arrive_at_barrier_of<c.consumers>(kEmpty + n % Shared::kBuffers);
+    }
+    template <int kHalf>
+    __device__ __forceinline__ void differentiate_half(Scores& x, uint32_t n) const {
+        if constexpr (!kSanitized) barrier_of<c.consumers>(full(n, kHalf));
+        constexpr int first = kHalf * Half::column_tiles;
+        differentiate_columns(
+            half_of<kHalf>(x), [&](int i) { return load_p(n, first + i); },
+            [&](int i) { return pair_of(shared_.delta[n % c.stages], first + i, thread_); });
+    }
+    __device__ __forceinline__ float4 load_p(uint32_t n, int tile) const {
+        const uint4 p = load_shared_16(place_of_p(n, tile));
+        return make_float4(__uint_as_float(p.x), __uint_as_float(p.y), __uint_as_float(p.z),
+                           __uint_as_float(p.w));
     }
 
     __device__ __forceinline__ void store(const BackwardPlan& plan, uint32_t tile) {

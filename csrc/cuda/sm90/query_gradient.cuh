@@ -226,6 +226,9 @@ class QueryGradient {
   private:
     using Shared = QueryGradientShared<c>;
     using Scores = Fragment<16, c.key_tile>;
+    static constexpr int kHalfKeys = c.key_tile / 2;
+    using Half = Fragment<16, kHalfKeys>;
+    using Operand = RegisterOperand<dtype, 16, kHalfKeys>;
     using KeyTile = TileLayout<c.key_tile, c.head_dim, 2, kPanel>;
 
     // A barrier of each warpgroup; 0 is the block's.
@@ -337,15 +340,15 @@ class QueryGradient {
                     },
                     [&](int) { return make_float4(lse[0], lse[0], lse[1], lse[1]); });
             if (masked) mask(dp, plan, tile, flags, exclude_bad_keys(suspicious, tile));
-            const Operand first(half<0>(dp));
+            const Operand first(half_of<0>(dp));
             add_to_dq<0>(first, tile);
             if (!whole) {
-                keep(registers_of(half<1>(s)));  // not before
-                keep(registers_of(half<1>(dp)));
+                keep(registers_of(half_of<1>(s)));  // not before
+                keep(registers_of(half_of<1>(dp)));
                 exponentiate<1>(s, lse);
                 differentiate<1>(s, dp, delta);
             }
-            const Operand second(half<1>(dp));
+            const Operand second(half_of<1>(dp));
             add_to_dq<1>(second, tile);
             wgmma_commit();
             if (flags & (KeyNote::last | KeyNote::gap)) break;
@@ -388,17 +391,9 @@ class QueryGradient {
 
     // Of a tile's keys the second half becomes dS when the first one's part of dQ is being multiplied.
     // (kHalf: 0 or 1.)
-    static constexpr int kHalfKeys = c.key_tile / 2;
-    using Half = Fragment<16, kHalfKeys>;
-    using Operand = RegisterOperand<dtype, 16, kHalfKeys>;
-    template <int kHalf>
-    __device__ __forceinline__ static Half& half(Scores& x) {
-        return reinterpret_cast<Half&>(x.value[0][kHalf * kHalfKeys / 8]);
-    }
-
     template <int kHalf>
     __device__ __forceinline__ void exponentiate(Scores& scores, const float (&lse)[Scores::rows]) const {
-        Half& s = half<kHalf>(scores);
+        Half& s = half_of<kHalf>(scores);
 #pragma unroll
         for (int column = 0; column < Half::columns; ++column)
 #pragma unroll
@@ -409,8 +404,8 @@ class QueryGradient {
     template <int kHalf>
     __device__ __forceinline__ static void differentiate(Scores& probabilities, Scores& gradients,
                                                          const float (&delta)[Scores::rows]) {
-        const Half& p = half<kHalf>(probabilities);
-        Half& dp = half<kHalf>(gradients);
+        const Half& p = half_of<kHalf>(probabilities);
+        Half& dp = half_of<kHalf>(gradients);
 #pragma unroll
         for (int column = 0; column < Half::columns; ++column)
 #pragma unroll

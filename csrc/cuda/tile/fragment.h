@@ -58,6 +58,12 @@ struct Fragment {
     }
 };
 
+// The first half of its columns, or the second one (kHalf: 0 or 1).
+template <int kHalf, int kColumns>
+__device__ __forceinline__ Fragment<16, kColumns / 2>& half_of(Fragment<16, kColumns>& x) {
+    return reinterpret_cast<Fragment<16, kColumns / 2>&>(x.value[0][kHalf * kColumns / 16]);
+}
+
 // Of the first 32 columns that a lane holds, 128 of the fragment's, a bit for each one in front of `end`.
 __device__ __forceinline__ uint32_t columns_in_front_of(int end, int lane) {
     const int i = min(max(end, 0), 128);
