@@ -12,7 +12,8 @@
 //
 // Products whose two operands lie in shared memory take all that it can deliver, and who else reads or stores
 // there waits for up to a thousand cycles. So both warpgroups run S and dP at the same time, then their
-// exponentials and dS, then what reads dS; stores to shared memory are beside dV and dK.
+// exponentials and dS, then what reads dS; stores to shared memory are beside dV and dK, and at head dims 96
+// and 128 also the exponentials and dS of the second half of a tile's queries, beside those of the first one.
 #pragma once
 
 #include "../any/finite.cuh"

@@ -5,8 +5,9 @@
 //     dS = P (dP - delta)      registers, rounded: with P = exp(S - lse)
 //     dQ += dS K               A from registers; until the end
 //
-// A tile's last product and the next one's first two are started together. Three warps plan and copy: one
-// decides which queries are next, and copies those and dO; one copies the keys, one the values.
+// A tile's last product, started for one half of its keys after the other, and the next one's first two run
+// together. Three warps plan and copy: one decides which queries are next, and copies those and dO; one
+// copies the keys, one the values.
 #pragma once
 
 #include "../any/finite.cuh"
