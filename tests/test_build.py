@@ -9,6 +9,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 toolkit = runpy.run_path(ROOT / "csrc" / "cuda" / "toolkit.py", run_name="toolkit")
+check_loops = runpy.run_path(ROOT / "tools" / "check_loops.py", run_name="check_loops")
 NVCC_13 = toolkit["Toolkit"]("nvcc", "13.0", (75, 80, 86, 89, 90, 100, 120, 121))
 NVCC_12 = toolkit["Toolkit"]("nvcc", "12.0", (75, 80, 86, 89, 90))
 
@@ -103,3 +104,44 @@ def test_reports_of_the_compiler(features, stack, stores, loads, more, word, tmp
 def test_no_reports_at_all(tmp_path):
     status, printed = check_kernels(tmp_path)
     assert status == 1 and "no kernel" in printed
+
+
+SASS = """\
+\t\tFunction : _ZN5flash4cuda17attention_forwardEv
+        /*0000*/                   LDC R1, c[0x0][0x28] ;          /* 0x00000a00ff017b82 */
+                                                                   /* 0x000fe20000000800 */
+        /*0010*/                   HGMMA.64x128x16.F32.BF16 R24, gdesc[UR4], R24 ;  /* 0x01 */
+        /*0020*/               @P0 BRA 0x80 ;                      /* 0x01 */
+        /*0030*/                   HGMMA.64x128x16.F32.BF16 R24, gdesc[UR4], R24 ;  /* 0x01 */
+        /*0040*/                   {between} ;                     /* 0x01 */
+        /*0050*/              @!P1 BRA 0x10 ;                      /* 0x01 */
+        /*0060*/                   STL [R1], R3 ;                  /* 0x01 */
+        /*0070*/                   BRA 0x0 ;                       /* 0x01 */
+        /*0080*/                   S2R R4, SR_TID.X ;              /* 0x01 */
+        /*0090*/                   BRA 0x30 ;                      /* 0x01 */
+        /*00a0*/                   BRA 0xa0 ;                      /* 0x01 */
+"""
+
+
+@pytest.mark.parametrize("between,local,special", [
+    ("FADD R5, R5, R6", 0, 1), ("LDL.64 R5, [R1+0x8]", 1, 1), ("@P2 STL [R1], R5", 1, 1),
+    ("S2UR UR5, SR_CgaCtaId", 0, 2),
+])
+def test_loops_with_products(between, local, special):
+    """The innermost one counts, with what its branches skip, and what they jump to behind it."""
+    functions = check_loops["functions_of"](SASS.format(between=between))
+    assert list(functions) == ["_ZN5flash4cuda17attention_forwardEv"]
+    loops = list(check_loops["loops_of"](*functions.values()))
+    assert loops == [check_loops["Loop"](products=2, instructions=7, local=local, special=special)]
+
+
+@pytest.mark.parametrize("kernel,head_dim,function,products", [
+    ("forward", 128, "forward", {8 + 80 // 16}), ("backward", 128, "backward", {8 + 8 + 4 + 4 + 8}),
+    ("wide_backward", 192, "key_gradients", {12 + 4, 8 + 4}),  # values of 128
+    ("wide_backward", 256, "key_gradients", {16 + 3}),
+    ("wide_backward", 256, "query_gradient", {16 + 16 + 4}), ("bias_gradient", 64, "bias_gradient", {4 + 4}),
+])
+def test_products_of_a_step(kernel, head_dim, function, products):
+    row = next(row for row in check_loops["ROWS"] if (row.engine, row.kernel) == ("sm90", kernel)
+               and row.configuration.head_dim == head_dim)
+    assert check_loops["expected"](row, f"attention_{function}") == products
