@@ -218,7 +218,7 @@ class BackwardConsumer {
                 if (bias_hides) clear_hidden(s, dp);
             if constexpr (Shared::kBuffers == 1) meet();  // everybody's last dQ is multiplied
             if constexpr (kInHalves) {
-                HalfOperand p[2], ds[2];
+                HalfOperand p[2], ds[2];  // here, since products read them until they are waited for
                 start_dv<0>(half_of<0>(s), half_of<0>(dp), p[0], ds[0], n);
                 start_dk<0>(ds[0], n);
                 if (!whole) {
