@@ -186,10 +186,10 @@ def main(arguments=None):
         listings = threads.map(lambda path: listing(program, path), paths.values())
         for name, sass in zip(paths, listings, strict=True):
             for function, lines in functions_of(sass).items():
-                found = list(loops_of(lines))
                 if not any("HGMMA" in text for _, text in lines):
                     continue
-                kernel = next(name for name in KERNELS if name in function)
+                found = list(loops_of(lines))
+                kernel = next(kernel for kernel in KERNELS if kernel in function)
                 wanted = expected(rows[name], function)
                 transformed = getattr(rows[name].configuration, "transformed", False)
                 limit = TRANSFORMED_LIMIT if transformed else PLAIN_LIMIT
