@@ -43,6 +43,11 @@ __device__ __forceinline__ void keep(float (&d)[kCount]) {
 #pragma unroll
     for (float& x : d) asm volatile("" : "+f"(x)::"memory");
 }
+template <int kCount>
+__device__ __forceinline__ void keep(uint32_t (&words)[kCount]) {
+#pragma unroll
+    for (uint32_t& x : words) asm volatile("" : "+r"(x)::"memory");
+}
 
 // Registers may be anything from here on.
 template <int kCount>

@@ -1,5 +1,5 @@
 // One row of the kernel table and one element type.
-#include "backward.cuh"
+#include "backward_turns.cuh"
 
 #include <algorithm>
 

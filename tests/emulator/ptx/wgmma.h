@@ -39,6 +39,8 @@ void wgmma_wait() {
 
 template <int kCount>
 void keep(float (&)[kCount]) {}
+template <int kCount>
+void keep(uint32_t (&)[kCount]) {}
 
 template <int kCount>
 void undefine(float (&d)[kCount]) {
