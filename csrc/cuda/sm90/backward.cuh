@@ -13,7 +13,8 @@
 // Products whose two operands lie in shared memory take all that it can deliver, and who else reads or stores
 // there waits for up to a thousand cycles. So both warpgroups run S and dP at the same time, then their
 // exponentials and dS, then what reads dS; stores to shared memory are beside dV and dK, and at head dims 96
-// and 128 also the exponentials and dS of the second half of a tile's queries, beside those of the first one.
+// and 128 also the exponentials and dS of the second half of a tile's queries, beside those of the first one
+// (and see backward_turns.cuh).
 #pragma once
 
 #include "../any/finite.cuh"
@@ -105,8 +106,7 @@ class BackwardConsumer {
     // At 64 turns win 2 to 5 % of long walks, and lose as much of short ones.
     static constexpr bool kTakesTurns = c.query_tile == 128 && !c.transformed && !c.biased && !kInWalk;
     static constexpr uint32_t kLongWalk = 28;             // tiles of queries
-    static constexpr int kConsumers = 1;                  // barriers; 0 is the block's
-    static constexpr int kTurns = 2;                      // the warpgroups', two
+    static constexpr int kConsumers = 1, kTurns = 2;      // barriers; 0 is the block's, kTurns is two
     static constexpr int kPanels = c.columns() / kPanel;  // of a gradient
 
     // The same for the whole warp, and the compiler knows.
