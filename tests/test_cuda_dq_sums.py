@@ -50,16 +50,18 @@ def test_tiles_of_many_blocks(head_dim, seqlen_q, seqlen_k, heads, features, det
 @pytest.mark.parametrize("features", [
     {}, {"causal": True}, {"window_size": (3400, -1)},
     {"cu_seqlens_q": (0, 3700, 4300), "cu_seqlens_k": (0, 3650, 4300)}], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
 @pytest.mark.parametrize("dtype", HALVES)
-def test_long_walks(dtype, features):
-    """A tile of keys seen by so many queries that on Hopper warpgroups take turns at head dim 64
-    (csrc/cuda/sm90/backward_turns.cuh), beside tiles that fewer see."""
-    case = Case(dtype, 1, 3700, 3650, 2, 2, 64, device=DEVICE, **features)
+def test_long_walks(dtype, head_dim, features):
+    """Tiles of keys seen by many queries, beside tiles that few see: on Hopper the warpgroups' turns
+    (csrc/cuda/sm90/backward_turns.cuh) go round often, and end in the middle."""
+    case = Case(dtype, 1, 3700, 3650, 2, 2, head_dim, device=DEVICE, **features)
     case.check(dlse=case.draw_dlse())
 
 
-def test_long_walks_under_a_map():
-    case = Case(torch.bfloat16, 1, 4096, 4096, 2, 2, 64, device=DEVICE)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_long_walks_under_a_map(head_dim):
+    case = Case(torch.bfloat16, 1, 4096, 4096, 2, 2, head_dim, device=DEVICE)
     drawn = torch.rand(1, 2, 32, 32, generator=torch.Generator().manual_seed(0)) < 0.95
     check(case, block_map=drawn.to(DEVICE), block_size=128)
 

@@ -40,7 +40,7 @@ FEATURES = {
     "block sparse": {"causal": True},
     "unaligned": {"causal": True},
     "many keys": {"batch": 1, "seqlen_k": 1100, "num_heads": 1, "causal": True},  # rows of their own at 64
-    "many queries": {"batch": 1, "seqlen_q": 3600, "seqlen_k": 140, "num_heads": 1},  # walked in turns at 64
+    "many queries": {"batch": 1, "seqlen_q": 3600, "seqlen_k": 140, "num_heads": 1},
     "split": {"batch": 1, "seqlen_q": 17, "seqlen_k": 2100, "num_heads": 1},
     "empty rows": {"causal": True, "seqlen_q": 203, "seqlen_k": 77},
 }

@@ -246,7 +246,7 @@ ROWS = [
         Forward(256, 128, 64, warps=8, blocks=1, columns=2, bias=0, retries=1)),
     Row("sm80", "forward", HALVES, Forward(256, 128, 32, warps=8, blocks=1, columns=2)),
     Row("sm80", "forward", HALVES, Forward(256, 64, 32, warps=4, blocks=1)),
-    Row("sm90", "backward", HALVES, HopperBackward(64, 128, 128, stages=2), from_keys=224),
+    Row("sm90", "backward", HALVES, HopperBackward(64, 128, 128, stages=3), from_keys=224),
     Row("sm90", "backward", HALVES, HopperBackward(64, 128, 128, stages=2, transformed=True), from_keys=224),
     Row("sm90", "backward", HALVES, HopperBackward(64, 128, 128, stages=2, transformed=True, biased=True)),
     Row("sm80", "backward", HALVES,

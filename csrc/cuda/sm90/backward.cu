@@ -1,5 +1,6 @@
 // One row of the kernel table and one element type.
 #include "backward_turns.cuh"
+#include "backward_walk.cuh"
 
 #include <algorithm>
 

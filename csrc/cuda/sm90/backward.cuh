@@ -11,10 +11,8 @@
 //                                  rows or columns. fp32 additions in device memory, by the copy engine
 //
 // Products whose two operands lie in shared memory take all that it can deliver, and who else reads or stores
-// there waits for up to a thousand cycles. So both warpgroups run S and dP at the same time, then their
-// exponentials and dS, then what reads dS; stores to shared memory are beside dV and dK, and at head dims 96
-// and 128 also the exponentials and dS of the second half of a tile's queries, beside those of the first one
-// (and see backward_turns.cuh).
+// there waits for up to a thousand cycles. backward_turns.cuh and backward_walk.cuh say what is done beside
+// what.
 #pragma once
 
 #include "../any/finite.cuh"
@@ -65,7 +63,7 @@ class BackwardConsumer {
             dk_.fill(zero[0]);
             dv_.fill(zero[0]);
             if (plan.has_queries) {
-                if (kTakesTurns && plan.query_tiles * plan.tile.group >= kLongWalk)
+                if constexpr (kTakesTurns)
                     walk_in_turns(tile, n);
                 else
                     walk(tile, n);
@@ -92,7 +90,7 @@ class BackwardConsumer {
     using Dq = sm90::Dq<dtype, c>;
     // As the copies leave them.
     using KeyTile = TileLayout<c.key_tile, c.columns(), 2, kPanel>;
-    using ScoreTile = TileLayout<c.key_tile, c.query_tile, 2, kPanel>;
+    using ScoreTile = TileLayout<64, c.query_tile, 2, kPanel>;
     static_assert(c.warpgroups == 2 && c.key_tile == 64 * c.warpgroups &&
                   Dq::Accumulators::columns * 4 == c.key_panel_step());
     static_assert(c.held_keys <= kPanel || c.key_panel_step() == kPanel);
@@ -100,13 +98,14 @@ class BackwardConsumer {
     // lse of the next tile is read before its products start, which leave little of shared memory's time to
     // others; where registers suffice.
     static constexpr bool kEarlyLse = c.query_tile == 64;
-    // The second half of a tile's queries is done beside dV and dK of the first one where that is faster: 5 %
-    // at 96, 2 at 128, -3 at 64. But not what has to be masked or transformed.
-    static constexpr bool kInHalves = c.query_tile == 64 && !c.transformed && !(kInWalk && c.head_dim < 128);
-    // At 64 turns win 2 to 5 % of long walks, and lose as much of short ones.
-    static constexpr bool kTakesTurns = c.query_tile == 128 && !c.transformed && !c.biased && !kInWalk;
-    static constexpr uint32_t kLongWalk = 28;             // tiles of queries
-    static constexpr int kConsumers = 1, kTurns = 2;      // barriers; 0 is the block's, kTurns is two
+    // Without turns the second half of a tile's queries is done beside dV and dK of the first one, where that
+    // is faster: 2 % at 128, -3 at 64. But not what has to be masked or transformed.
+    static constexpr bool kInHalves = c.query_tile == 64 && !c.transformed;
+    // Where dQ is finished in the walk, which makes them longer, turns lose 1 to 4 %, but win as much at 96.
+    static constexpr bool kTakesTurns = c.takes_turns() && (!kInWalk || c.head_dim == 96);
+    // Barriers; 0 is the block's. kTurns is two; kRoom: the second warpgroup's dS is no longer needed, where
+    // it has one place; kSecond: of the second warpgroup alone.
+    static constexpr int kConsumers = 1, kTurns = 2, kRoom = 4, kSecond = 5;
     static constexpr int kPanels = c.columns() / kPanel;  // of a gradient
 
     // The same for the whole warp, and the compiler knows.
@@ -171,106 +170,22 @@ class BackwardConsumer {
     }
     __device__ __forceinline__ void start_dq(typename Dq::Accumulators& dq, uint32_t n) const {
         constexpr int parts = Dq::column_warps;  // of the columns, or else of the rows
-        const uint32_t ds = shared_address(shared_.ds[n % Shared::kBuffers]) +
-                            (parts == 1 ? warpgroup_ : 0) * ScoreTile::panel_bytes;
+        const uint32_t panel = (parts == 1 ? warpgroup_ : 0) * ScoreTile::panel_bytes;
         const uint32_t k = shared_address(shared_.k) +
                            (parts == 1 ? 0 : warpgroup_) * (KeyTile::panels / parts) * KeyTile::panel_bytes;
-        multiply_columns_by_columns<dtype, c.key_tile>(dq, ds, k);
+        if constexpr (ScoreTile::panels == 1) {
+            multiply_columns_by_columns<dtype, c.key_tile>(dq, shared_.ds_of(0, n), k);
+        } else {
+#pragma unroll
+            for (int i = 0; i < c.warpgroups; ++i)
+                multiply_columns_by_columns<dtype, 64>(dq, shared_.ds_of(i, n) + panel,
+                                                       k + i * 64 * kPanelRowBytes, c.key_tile, i > 0);
+        }
         wgmma_commit();
     }
 
     // The tiles of queries that see the tile of keys, from the n-th of the block on; n becomes the next one.
-    __device__ __forceinline__ void walk(uint32_t tile, uint32_t& n) {
-        Scores s, dp;
-        typename Dq::Accumulators dq;
-        await_queries(n);
-        uint32_t flags = shared_.notes[n % c.stages].flags;
-        Pairs lse;
-        load_early(lse, n);
-        mbarrier_wait(shared_address(&shared_.k_full), tile % 2);
-        keys_.template load<KeyTile>(shared_.k, warp_row());
-        wgmma_fence();
-        start_scores(s, n);
-        mbarrier_wait(shared_address(&shared_.v_full), tile % 2);
-        values_.template load<KeyTile>(shared_.v, warp_row());
-        await_douts(n);
-        wgmma_fence();
-        start_gradients(dp, n);
-        wgmma_wait<1>();
-        keep(registers_of(s));
-        look_for_bad_keys(s, tile);
-        await_stores();
-        while (true) {
-            const QueryNote& note = shared_.notes[n % c.stages];
-            QueryWords<c> words{};
-            if (flags & QueryNote::masked && note.bits)  // on their way while S is waited for
-                words.load(problem_.forward, shared_, note, warp_row());
-            wgmma_wait<1>();
-            keep(registers_of(s));
-            if constexpr (c.transformed) {
-                transformed(n).scale_and_cap(s);
-                transformed(n).add_alibi(s);
-            }
-            bool bias_hides = false;
-            if constexpr (c.biased) bias_hides = add_bias(s, n);
-            const bool whole = !kInHalves || flags & QueryNote::masked;
-            exponentiate<0>(s, lse, n);
-            wgmma_wait<0>();
-            keep(registers_of(dp));
-            if (flags & QueryNote::last) leave_values();
-            if (whole) {
-                keep(registers_of(half_of<1>(s)));  // not before
-                exponentiate<1>(s, lse, n);
-            }
-            differentiate<0>(s, dp, n);
-            if (whole) differentiate<1>(s, dp, n);
-            if constexpr (c.transformed && !c.biased) differentiate_cap(s, dp, n);
-            if (flags & QueryNote::masked) mask(s, dp, flags, words, n);
-            if constexpr (c.biased)
-                if (bias_hides) clear_hidden(s, dp);
-            if constexpr (Shared::kBuffers == 1) meet();  // everybody's last dQ is multiplied
-            if constexpr (kInHalves) {
-                HalfOperand p[2], ds[2];  // here, since products read them until they are waited for
-                start_dv<0>(half_of<0>(s), half_of<0>(dp), p[0], ds[0], n);
-                start_dk<0>(ds[0], n);
-                if (!whole) {
-                    keep(registers_of(half_of<1>(s)));
-                    keep(registers_of(half_of<1>(dp)));
-                    exponentiate<1>(s, lse, n);
-                    differentiate<1>(s, dp, n);
-                }
-                start_dv<1>(half_of<1>(s), half_of<1>(dp), p[1], ds[1], n);
-                meet_for_dq();
-                start_dq(dq, n);
-                start_dk<1>(ds[1], n);
-            } else {
-                Operand p, ds;
-                start_dv<0>(s, dp, p, ds, n);
-                meet_for_dq();
-                start_dq(dq, n);
-                start_dk<0>(ds, n);
-            }
-            const DqEnd end = await_room_for_dq(n);
-            wgmma_wait<1>();
-            keep(registers_of(dq));
-            if (flags & QueryNote::last) leave_keys();
-            hand_over(dq, end, flags, n);
-            wgmma_wait<0>();
-            leave(n);
-            ++n;
-            if (flags & QueryNote::last) break;
-            await_queries(n);
-            flags = shared_.notes[n % c.stages].flags;
-            load_early(lse, n);
-            wgmma_fence();
-            start_scores(s, n);
-            await_douts(n);
-            wgmma_fence();
-            start_gradients(dp, n);
-        }
-        keep(registers_of(dk_));
-        keep(registers_of(dv_));
-    }
+    __device__ __forceinline__ void walk(uint32_t tile, uint32_t& n);           // backward_walk.cuh
     __device__ __forceinline__ void walk_in_turns(uint32_t tile, uint32_t& n);  // backward_turns.cuh
     __device__ __forceinline__ void await_turn() const { barrier_of<c.consumers>(kTurns + warpgroup_); }
     __device__ __forceinline__ void pass_turn() const {
@@ -310,8 +225,10 @@ class BackwardConsumer {
     __device__ __forceinline__ void load_early(Pairs& lse, uint32_t n) const {
         if constexpr (!kEarlyLse) return;
 #pragma unroll
-        for (int tile = 0; tile < Scores::column_tiles; ++tile)
-            lse.of[tile] = pair_of(shared_.lse[n % c.stages], tile, thread_);
+        for (int tile = 0; tile < Scores::column_tiles; ++tile) lse.of[tile] = late_lse(tile, n);
+    }
+    __device__ __forceinline__ float2 late_lse(int tile, uint32_t n) const {
+        return pair_of(shared_.lse[n % c.stages], tile, thread_);
     }
 
     __device__ __forceinline__ TransformedScores transformed(uint32_t n) const {
@@ -342,13 +259,12 @@ class BackwardConsumer {
         return {shared_.bias.tile, problem_.forward.bias.row_stride == 0};
     }
 
-    // s: dot products, or transformed ones, on entry, P on return; of half of the queries.
-    template <int kHalf>
-    __device__ __forceinline__ void exponentiate(Scores& s, const Pairs& early, uint32_t n) const {
-        exponentiate_columns(half_of<kHalf>(s), score_unit_, [&](int i) {
-            const int tile = kHalf * Half::column_tiles + i;
-            return kEarlyLse ? early.of[tile] : pair_of(shared_.lse[n % c.stages], tile, thread_);
-        });
+    // s: dot products, or transformed ones, on entry, P on return; of half of the queries. lse_of: of 8 of
+    // all queries.
+    template <int kHalf, class LseOf>
+    __device__ __forceinline__ void exponentiate(Scores& s, const LseOf& lse_of) const {
+        exponentiate_columns(half_of<kHalf>(s), score_unit_,
+                             [&](int i) { return lse_of(kHalf * Half::column_tiles + i); });
     }
     // dp: dO V^T on entry, dS on return; it lacks the factor softmax_scale, which the sums get.
     template <int kHalf>
@@ -363,7 +279,7 @@ class BackwardConsumer {
         transformed(n).differentiate_cap(
             ds, [&](int tile) { return four_of(p, tile); },
             [&](int tile) {
-                const float2 lse = pair_of(shared_.lse[n % c.stages], tile, thread_);
+                const float2 lse = late_lse(tile, n);
                 return make_float4(lse.x, lse.y, lse.x, lse.y);
             });
     }
@@ -380,9 +296,7 @@ class BackwardConsumer {
     template <int kHalf, class PartOperand>
     __device__ __forceinline__ void store_ds(const PartOperand& ds, uint32_t n) const {
         const uint32_t lane = thread_ % 32;
-        const uint32_t place = shared_address(shared_.ds[n % Shared::kBuffers]) +
-                               thread_ / 32 * 16 * kPanelRowBytes +
-                               ScoreTile::offset(lane % 16, 0, lane / 16);
+        const uint32_t place = own_ds(n) + ScoreTile::offset(lane % 16, 0, lane / 16);
 #pragma unroll
         for (int k = 0; k < PartOperand::columns / 16; ++k)
             stmatrix_x4(ScoreTile::at(place, 0, kHalf * Half::column_tiles * 8 + k * 16), ds.value[k][0]);
@@ -474,9 +388,11 @@ class BackwardConsumer {
     }
     // The warp's rows in the n-th dS: in its second panel or, if it has one, in the next dS.
     __device__ __forceinline__ uint32_t own_scores(uint32_t n, int second) const {
-        const uint32_t panel = ScoreTile::panels > 1 ? second * ScoreTile::panel_bytes : 0;
-        return shared_address(shared_.ds[(n + (ScoreTile::panels > 1 ? 0 : second)) % Shared::kBuffers]) +
-               panel + thread_ / 32 * 16 * kPanelRowBytes;
+        return ScoreTile::panels > 1 ? own_ds(n) + second * ScoreTile::panel_bytes : own_ds(n + second);
+    }
+    __device__ __forceinline__ uint32_t own_ds(uint32_t n) const {
+        if constexpr (ScoreTile::panels == 1) return shared_.ds_of(0, n) + thread_ / 32 * 16 * kPanelRowBytes;
+        return shared_.ds_of(warpgroup_, n) + thread_ % 128 / 32 * 16 * kPanelRowBytes;
     }
     // Until copies of the last tile's gradients no longer need dS.
     __device__ __forceinline__ void await_stores() const {

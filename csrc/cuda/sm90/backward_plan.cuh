@@ -30,6 +30,10 @@ struct BackwardConfiguration {
     constexpr int key_panel_step() const { return head_dim * kPanel / columns(); }
     // Or it has a walk of its own (query_gradient.cuh).
     constexpr bool adds_dq() const { return head_dim <= 128; }
+    // Warpgroups may take turns (backward_turns.cuh). Of the second one's dS nobody needs more than the last
+    // then, which at head dim 64 leaves room for a third stage.
+    constexpr bool takes_turns() const { return adds_dq() && !transformed && !biased; }
+    constexpr bool one_place() const { return takes_turns() && query_tile == 128; }
     constexpr int adders() const { return adds_dq() ? warpgroups : 0; }  // warps
 };
 
@@ -141,8 +145,16 @@ struct BackwardPlan {
 template <BackwardConfiguration c, bool kAddsDq = c.adds_dq()>
 struct BackwardExchange {
     static constexpr int kBuffers = c.biased && c.query_tile == 128 ? 1 : 2;
-    alignas(1024) char ds[kBuffers][c.key_tile * c.query_tile * 2];  // dS^T
-    alignas(16) float dq[c.query_tile * c.head_dim];                 // on its way to the sums
+    // dS^T of a warpgroup's keys, in so many places.
+    alignas(1024) char ds[kBuffers * c.warpgroups - c.one_place()][64 * c.query_tile * 2];
+    alignas(16) float dq[c.query_tile * c.head_dim];  // on its way to the sums
+
+    // Where the warpgroup's dS of the n-th tile of queries is.
+    __device__ __forceinline__ uint32_t ds_of(int warpgroup, uint32_t n) const {
+        const uint32_t buffer = n % kBuffers;
+        if constexpr (c.one_place()) return shared_address(ds[warpgroup ? kBuffers : buffer]);
+        return shared_address(ds[buffer * c.warpgroups + warpgroup]);
+    }
 };
 template <BackwardConfiguration c>
 struct BackwardExchange<c, false> {

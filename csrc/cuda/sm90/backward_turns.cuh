@@ -1,8 +1,8 @@
-// Long walks of Hopper's backward at head dim 64. A warpgroup that starts products waits until nearly all of
-// them have been accepted, so that nothing of its own runs beside them; only the other warpgroup can. Here
-// one takes exponentials and forms dS while the other one multiplies: a turn is dV and dK of a tile of
-// queries, dQ of the tile before, whose dS the other warpgroup has stored in its last turn, and S and dP of
-// the next tile.
+// Walks of Hopper's backward in turns: a warpgroup takes exponentials and forms dS while the other one
+// multiplies. A warpgroup that starts products waits until nearly all of them have been accepted, so that
+// nothing of its own runs beside them but the last one; only the other warpgroup can. A turn is dV of a tile
+// of queries, dQ, dK, and S and dP of the next tile. Of dQ each warpgroup multiplies a part, with the dS of
+// both: the second one in the same turn, the first one in its next turn, when the other one's dS is there.
 #pragma once
 
 #include "backward.cuh"
@@ -12,12 +12,15 @@ namespace flash::cuda::sm90 {
 template <DType dtype, BackwardConfiguration c, bool kInWalk>
 __device__ __forceinline__ void BackwardConsumer<dtype, c, kInWalk>::walk_in_turns(uint32_t tile,
                                                                                    uint32_t& n) {
+    const bool later = warpgroup_ == 0;
     Scores s, dp;
     typename Dq::Accumulators dq;
     await_queries(n);
     uint32_t flags = shared_.notes[n % c.stages].flags;
     mbarrier_wait(shared_address(&shared_.k_full), tile % 2);
+    keys_.template load<KeyTile>(shared_.k, warp_row());
     mbarrier_wait(shared_address(&shared_.v_full), tile % 2);
+    values_.template load<KeyTile>(shared_.v, warp_row());
     await_douts(n);
     await_turn();
     wgmma_fence();
@@ -28,65 +31,68 @@ __device__ __forceinline__ void BackwardConsumer<dtype, c, kInWalk>::walk_in_tur
     keep(registers_of(s));
     look_for_bad_keys(s, tile);
     await_stores();
+    const auto lse_of = [&](int i) { return late_lse(i, n); };
     for (bool first = true;; first = false) {
         const QueryNote& note = shared_.notes[n % c.stages];
         QueryWords<c> words{};
         if (flags & QueryNote::masked && note.bits) words.load(problem_.forward, shared_, note, warp_row());
         wgmma_wait<1>();
         keep(registers_of(s));
-        const Pairs none{};  // lse is read where it is wanted
-        exponentiate<0>(s, none, n);
+        exponentiate<0>(s, lse_of);
         wgmma_wait<0>();
         keep(registers_of(dp));
         if (flags & QueryNote::last) leave_values();
         keep(registers_of(half_of<1>(s)));  // not before
-        exponentiate<1>(s, none, n);
+        exponentiate<1>(s, lse_of);
         differentiate<0>(s, dp, n);
         differentiate<1>(s, dp, n);
         if (flags & QueryNote::masked) mask(s, dp, flags, words, n);
         Operand p(s), ds(dp);
-#pragma unroll
-        for (int k = 0; k < Operand::columns / 16; ++k) {  // not later
-            keep(p.value[k][0]);
-            keep(ds.value[k][0]);
-        }
         await_turn();  // the other warpgroup has multiplied what was where this dS goes
         store_ds<0>(ds, n);
         start_dv<0>(p, n);
         fence_async_proxy();
-        start_dk<0>(ds, n);
-        if (first) {
-            wgmma_wait<0>();
-            leave(n);
-        } else {
+        const bool has_dq = !first || !later;
+        if (c.head_dim == 64 && !has_dq) {
             wgmma_fence();
-            start_dq(dq, n - 1);
-            wgmma_wait<1>();
-            leave(n);
-            const DqEnd end = await_room_for_dq(n - 1);
+            start_dk<0>(ds, n);
             wgmma_wait<0>();
+        } else {
+            if (!later) barrier_of<128>(kSecond);
+            wgmma_fence();
+            start_dq(dq, n - later);  // perhaps of nothing, and not used: at 128 that branch costs 3 %
+            start_dk<0>(ds, n);
+            wgmma_wait<1>();
             keep(registers_of(dq));
-            hand_over(dq, end, flags, n - 1);
+            if (c.head_dim == 64 || has_dq) {
+                const DqEnd end = await_room_for_dq(n - later);
+                hand_over(dq, end, flags, n - later);
+            }
+            wgmma_wait<0>();
         }
+        leave(n);
         if (flags & QueryNote::last) break;
         ++n;
         await_queries(n);
         flags = shared_.notes[n % c.stages].flags;
-        await_douts(n);
         wgmma_fence();
         start_scores(s, n);
+        await_douts(n);
+        wgmma_fence();
         start_gradients(dp, n);
         pass_turn();
     }
     pass_turn();
     await_turn();
-    wgmma_fence();
-    start_dq(dq, n);
-    const DqEnd end = await_room_for_dq(n);
-    wgmma_wait<0>();
-    keep(registers_of(dq));
+    if (later) {
+        wgmma_fence();
+        start_dq(dq, n);
+        const DqEnd end = await_room_for_dq(n);
+        wgmma_wait<0>();
+        keep(registers_of(dq));
+        hand_over(dq, end, flags, n);
+    }
     leave_keys();
-    hand_over(dq, end, flags, n);
     pass_turn();
     ++n;
     keep(registers_of(dk_));

@@ -93,16 +93,18 @@ __device__ __forceinline__ void multiply_registers_by_columns(Fragment<16, kColu
                                                further(right, k * 16 * kPanelRowBytes), k > 0 || accumulate);
 }
 
-// D[i][j] = sum_k A[k][i] B[k][j]; a: kDepth rows of one panel, the warpgroup's; b: kDepth rows of kColumns.
+// D[i][j] = sum_k A[k][i] B[k][j], or that is added to D; a: kDepth rows of one panel, the warpgroup's; b:
+// kDepth rows, of a tile of b_rows, of kColumns.
 template <DType dtype, int kDepth, int kColumns>
-__device__ __forceinline__ void multiply_columns_by_columns(Fragment<16, kColumns>& d, uint32_t a,
-                                                            uint32_t b) {
-    constexpr int panel_bytes = kDepth * kPanelRowBytes, step = 16 * kPanelRowBytes;
-    const uint64_t left = wgmma_descriptor(a, panel_bytes), right = wgmma_descriptor(b, panel_bytes);
+__device__ __forceinline__ void multiply_columns_by_columns(Fragment<16, kColumns>& d, uint32_t a, uint32_t b,
+                                                            int b_rows = kDepth, bool accumulate = false) {
+    constexpr int step = 16 * kPanelRowBytes;
+    const uint64_t left = wgmma_descriptor(a, kDepth * kPanelRowBytes),
+                   right = wgmma_descriptor(b, b_rows * kPanelRowBytes);
 #pragma unroll
     for (int k = 0; k < kDepth / 16; ++k)
         Wgmma<dtype, kColumns, true, true>::multiply(registers_of(d), further(left, k * step),
-                                                     further(right, k * step), k > 0);
+                                                     further(right, k * step), k > 0 || accumulate);
 }
 
 }  // namespace flash::cuda::sm90
