@@ -25,11 +25,13 @@ __device__ __forceinline__ void mbarrier_expect(uint32_t barrier, int bytes) {
 
 // The whole warp, as kWarpArrivals. One is enough, since __syncwarp orders what the other lanes did before;
 // racecheck of compute-sanitizer follows only what a thread did that arrives itself (tools/sanitize.sh).
+// thread: threadIdx.x, perhaps from a register: read again it comes behind the warp's stores to shared
+// memory.
 constexpr int kWarpArrivals = kSanitized ? 32 : 1;
 
-__device__ __forceinline__ void mbarrier_arrive_warp(uint32_t barrier) {
+__device__ __forceinline__ void mbarrier_arrive_warp(uint32_t barrier, uint32_t thread = threadIdx.x) {
     __syncwarp();
-    if (kWarpArrivals == 32 || threadIdx.x % 32 == 0) mbarrier_arrive(barrier);
+    if (kWarpArrivals == 32 || thread % 32 == 0) mbarrier_arrive(barrier);
 }
 
 // The thread arrives when all cp.async that it has started are done.

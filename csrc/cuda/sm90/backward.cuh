@@ -120,6 +120,9 @@ class BackwardConsumer {
     __device__ __forceinline__ void await_queries(uint32_t n) const {
         mbarrier_wait(in_ring(shared_.q_full, n), parity(shared_.q_full, n));
     }
+    __device__ __forceinline__ bool has_queries(uint32_t n) const {
+        return mbarrier_test(in_ring(shared_.q_full, n), parity(shared_.q_full, n));
+    }
     __device__ __forceinline__ void await_douts(uint32_t n) const {
         mbarrier_wait(in_ring(shared_.dout_full, n), parity(shared_.dout_full, n));
     }
@@ -194,15 +197,15 @@ class BackwardConsumer {
 
     // The n-th tile's dV and dK have what they need of it.
     __device__ __forceinline__ void leave(uint32_t n) const {
-        mbarrier_arrive_warp(in_ring(shared_.empty, n));
+        mbarrier_arrive_warp(in_ring(shared_.empty, n), thread_);
     }
 
     // The tile's values or keys have been multiplied for the last time.
     __device__ __forceinline__ void leave_values() const {
-        mbarrier_arrive_warp(shared_address(&shared_.v_empty));
+        mbarrier_arrive_warp(shared_address(&shared_.v_empty), thread_);
     }
     __device__ __forceinline__ void leave_keys() const {
-        mbarrier_arrive_warp(shared_address(&shared_.k_empty));
+        mbarrier_arrive_warp(shared_address(&shared_.k_empty), thread_);
     }
 
     // What of K is not finite becomes 0, for dQ = dS K, where it may meet a gradient of 0; its keys are
@@ -302,6 +305,9 @@ class BackwardConsumer {
             stmatrix_x4(ScoreTile::at(place, 0, kHalf * Half::column_tiles * 8 + k * 16), ds.value[k][0]);
     }
 
+    __device__ __forceinline__ bool has_room_for_dq(uint32_t n) const {
+        return mbarrier_test(shared_address(&shared_.dq_empty[warpgroup_]), n % 2);
+    }
     // Where the n-th tile's dQ goes.
     __device__ __forceinline__ DqEnd await_room_for_dq(uint32_t n) const {
         mbarrier_wait(shared_address(&shared_.dq_empty[warpgroup_]), n % 2);
@@ -314,7 +320,7 @@ class BackwardConsumer {
         const uint32_t place = shared_address(shared_.dq) + Dq::shared_place(thread_);
         if (end == DqEnd::none) {
             Dq::store_shared(place, dq);
-            mbarrier_arrive_warp(shared_address(&shared_.dq_full[warpgroup_]));
+            mbarrier_arrive_warp(shared_address(&shared_.dq_full[warpgroup_]), thread_);
             return;
         }
         const BackwardPlan& plan = shared_.plan(Shared::tile_of(flags));
@@ -325,7 +331,7 @@ class BackwardConsumer {
         const ForwardProblem& problem = problem_.forward;
         HeadRows<Bits<dtype>> rows(problem_.dq, plan.tile.batch, plan.tile.sequence.first_query_row,
                                    plan.tile.head * plan.tile.group + note.head, problem.head_dim);
-        mbarrier_arrive_warp(shared_address(&shared_.dq_full[warpgroup_]));
+        mbarrier_arrive_warp(shared_address(&shared_.dq_full[warpgroup_]), thread_);
         // The products give a warpgroup all rows first (start_dq).
         constexpr int row_warps = c.query_tile / 16;
         const int warp = int(thread_) / 32, column = warp / row_warps * (c.head_dim / Dq::column_warps);

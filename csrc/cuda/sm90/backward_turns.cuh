@@ -51,6 +51,9 @@ __device__ __forceinline__ void BackwardConsumer<dtype, c, kInWalk>::walk_in_tur
         await_turn();  // the other warpgroup has multiplied what was where this dS goes
         store_ds<0>(ds, n);
         start_dv<0>(p, n);
+        // Asked early, since an answer takes a hundred cycles; true, mostly.
+        const bool has_room = !kInWalk && has_room_for_dq(n - later);
+        const bool has_next = c.query_tile == 64 && has_queries(n + 1);
         fence_async_proxy();
         const bool has_dq = !first || !later;
         if (c.head_dim == 64 && !has_dq) {
@@ -65,7 +68,7 @@ __device__ __forceinline__ void BackwardConsumer<dtype, c, kInWalk>::walk_in_tur
             wgmma_wait<1>();
             keep(registers_of(dq));
             if (c.head_dim == 64 || has_dq) {
-                const DqEnd end = await_room_for_dq(n - later);
+                const DqEnd end = has_room ? DqEnd::none : await_room_for_dq(n - later);
                 hand_over(dq, end, flags, n - later);
             }
             wgmma_wait<0>();
@@ -73,7 +76,7 @@ __device__ __forceinline__ void BackwardConsumer<dtype, c, kInWalk>::walk_in_tur
         leave(n);
         if (flags & QueryNote::last) break;
         ++n;
-        await_queries(n);
+        if (!has_next) await_queries(n);
         flags = shared_.notes[n % c.stages].flags;
         wgmma_fence();
         start_scores(s, n);

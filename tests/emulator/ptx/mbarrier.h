@@ -20,10 +20,12 @@ inline void mbarrier_expect(uint32_t barrier, int bytes) {
 
 constexpr int kWarpArrivals = 1;
 
-inline void mbarrier_arrive_warp(uint32_t barrier) {
+inline void mbarrier_arrive_warp(uint32_t barrier, uint32_t thread) {
     __syncwarp();
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(barrier);
+    if (thread % 32 == 0) mbarrier_arrive(barrier);
 }
+
+inline void mbarrier_arrive_warp(uint32_t barrier) { mbarrier_arrive_warp(barrier, threadIdx.x); }
 
 inline void mbarrier_arrive_behind_copies(uint32_t barrier) {
     emulator::start([=] { mbarrier_arrive(barrier); });
