@@ -53,7 +53,7 @@ __device__ __forceinline__ void BackwardConsumer<dtype, c, kInWalk>::walk_in_tur
         start_dv<0>(p, n);
         // Asked early, since an answer takes a hundred cycles; true, mostly.
         const bool has_room = !kInWalk && has_room_for_dq(n - later);
-        const bool has_next = c.query_tile == 64 && has_queries(n + 1);
+        const bool has_next = c.head_dim == 96 && has_queries(n + 1);  // 2 %, elsewhere 0 to -1
         fence_async_proxy();
         const bool has_dq = !first || !later;
         if (c.head_dim == 64 && !has_dq) {
