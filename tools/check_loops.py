@@ -159,16 +159,16 @@ def expected(row, function):
         return {(c.head_dim + c.query_tile) // DEPTH, (values + c.query_tile) // DEPTH}
     return {
         "forward": {(c.head_dim + c.key_tile) // DEPTH},
-        "backward": products_of_backward(c),
+        "backward": {products_of_backward(row, function)},
         "bias_gradient": {2 * c.head_dim // DEPTH},
     }[row.kernel]
 
 
-def products_of_backward(c):
-    products = (2 * c.head_dim + 2 * c.query_tile + c.key_tile) // DEPTH
-    if c.head_dim == 64:  # a first turn without dQ has a dK of its own (sm90/backward_turns.cuh)
-        return {products, products + c.query_tile // DEPTH}
-    return {products}
+def products_of_backward(row, function):
+    c = row.configuration
+    # A first turn without dQ has a dK of its own (sm90/backward_turns.cuh).
+    dks = 2 if c.head_dim == 64 and "attention_backwardILb0E" in function and not c.transformed else 1
+    return (2 * c.head_dim + (1 + dks) * c.query_tile + c.key_tile) // DEPTH
 
 
 def listing(program, path):

@@ -172,17 +172,17 @@ class BackwardConsumer {
         wgmma_fence();
     }
     __device__ __forceinline__ void start_dq(typename Dq::Accumulators& dq, uint32_t n) const {
-        constexpr int parts = Dq::column_warps;  // of the columns, or else of the rows
-        const uint32_t panel = (parts == 1 ? warpgroup_ : 0) * ScoreTile::panel_bytes;
-        const uint32_t k = shared_address(shared_.k) +
-                           (parts == 1 ? 0 : warpgroup_) * (KeyTile::panels / parts) * KeyTile::panel_bytes;
-        if constexpr (ScoreTile::panels == 1) {
-            multiply_columns_by_columns<dtype, c.key_tile>(dq, shared_.ds_of(0, n), k);
-        } else {
+        const uint32_t k = shared_address(shared_.k);
+        if constexpr (Dq::column_warps == c.warpgroups) {  // who divide the columns
+            constexpr int panels = KeyTile::panels / c.warpgroups;
+            multiply_columns_by_columns<dtype, c.key_tile>(dq, shared_.ds_of(0, n),
+                                                           k + warpgroup_ * panels * KeyTile::panel_bytes);
+        } else {  // or the rows, and dS does not lie together
 #pragma unroll
             for (int i = 0; i < c.warpgroups; ++i)
-                multiply_columns_by_columns<dtype, 64>(dq, shared_.ds_of(i, n) + panel,
-                                                       k + i * 64 * kPanelRowBytes, c.key_tile, i > 0);
+                multiply_columns_by_columns<dtype, 64>(
+                    dq, shared_.ds_of(i, n) + warpgroup_ * ScoreTile::panel_bytes,
+                    k + i * 64 * kPanelRowBytes, c.key_tile, i > 0);
         }
         wgmma_commit();
     }

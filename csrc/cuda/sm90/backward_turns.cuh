@@ -12,6 +12,7 @@ namespace flash::cuda::sm90 {
 template <DType dtype, BackwardConfiguration c, bool kInWalk>
 __device__ __forceinline__ void BackwardConsumer<dtype, c, kInWalk>::walk_in_turns(uint32_t tile,
                                                                                    uint32_t& n) {
+    constexpr bool kBranches = c.head_dim == 64;  // where there is no dQ yet; at 128 that costs 3 %
     const bool later = warpgroup_ == 0;
     Scores s, dp;
     typename Dq::Accumulators dq;
@@ -56,18 +57,18 @@ __device__ __forceinline__ void BackwardConsumer<dtype, c, kInWalk>::walk_in_tur
         const bool has_next = c.head_dim == 96 && has_queries(n + 1);  // 2 %, elsewhere 0 to -1
         fence_async_proxy();
         const bool has_dq = !first || !later;
-        if (c.head_dim == 64 && !has_dq) {
+        if (kBranches && !has_dq) {
             wgmma_fence();
             start_dk<0>(ds, n);
             wgmma_wait<0>();
         } else {
             if (!later) barrier_of<128>(kSecond);
             wgmma_fence();
-            start_dq(dq, n - later);  // perhaps of nothing, and not used: at 128 that branch costs 3 %
+            start_dq(dq, n - later);  // perhaps of nothing, and not used
             start_dk<0>(ds, n);
             wgmma_wait<1>();
             keep(registers_of(dq));
-            if (c.head_dim == 64 || has_dq) {
+            if (kBranches || has_dq) {
                 const DqEnd end = has_room ? DqEnd::none : await_room_for_dq(n - later);
                 hand_over(dq, end, flags, n - later);
             }
