@@ -11,8 +11,9 @@
 //
 // For long sequences one block would be at a unit for long, and little is gained; and where heads go in large
 // sections, so many units are begun at once that the cache doesn't hold them. Then all units have places,
-// cleared at the start (on sm90 mostly beside the walk: sm90/dq_zeros.cuh), and finish_dq rounds them.
-// (sm90's blocks mostly know which addition is the first and which the last: sm90/backward_dq.cuh.)
+// cleared at the start, and finish_dq rounds them. (On sm90 mostly beside the walk: sm90/dq_zeros.cuh,
+// sm90/dq_finish.cuh. There blocks mostly know which addition is the first and which the last:
+// sm90/backward_dq.cuh.)
 #pragma once
 
 #include <algorithm>
@@ -75,7 +76,7 @@ class DqSums {
     }
 
     int64_t tiles() const { return units_ * unit_tiles_.divisor; }
-    // How many tiles the walk leaves to finish_dq.
+    // How many tiles the walk does not finish.
     int64_t unfinished_tiles() const { return in_walk_ ? 0 : tiles(); }
 
     __device__ __forceinline__ bool exist() const { return sums_ != nullptr; }
@@ -115,6 +116,13 @@ class DqSums {
     // unit, after another barrier.
     __device__ __forceinline__ bool last_of(uint32_t unit) const {
         return exist() && in_walk_ && add_acquire_release(done_ + unit, 1) == sharers_ - 1;
+    }
+
+    // Where every unit has a place: by one thread, when what the block has added is in device memory; and
+    // whether so many have done that.
+    __device__ __forceinline__ void tell_of_additions(uint32_t unit) const { add_release(done_ + unit, 1); }
+    __device__ __forceinline__ bool has_additions(uint32_t unit, uint32_t count) const {
+        return load_acquire(done_ + unit) >= count;
     }
 
     // By one thread, behind a barrier after that.

@@ -6,6 +6,7 @@
 
 #include "../ptx/grid_dependency.h"
 #include "backward_launch.h"
+#include "dq_finish.cuh"
 
 namespace flash::cuda {
 
@@ -31,8 +32,8 @@ __global__ void __launch_bounds__(kConfiguration.threads, 1)
                        const __grid_constant__ KeyGradientMaps gradients,
                        const __grid_constant__ AlignedStatistics statistics,
                        const __grid_constant__ TileQueue queue, const __grid_constant__ DqSums dq_sums,
-                       const __grid_constant__ DqZeros dq_zeros, uint32_t* turns, BackwardOrder order,
-                       const __grid_constant__ float score_unit) {
+                       const __grid_constant__ DqZeros dq_zeros, const __grid_constant__ DqFinish dq_finish,
+                       uint32_t* turns, BackwardOrder order, const __grid_constant__ float score_unit) {
     extern __shared__ __align__(1024) char memory[];
     Shared& shared = *reinterpret_cast<Shared*>(memory);
     if (threadIdx.x == 0) {
@@ -43,6 +44,8 @@ __global__ void __launch_bounds__(kConfiguration.threads, 1)
     let_next_grid_start();
     if (threadIdx.x == 0) shared.all_finite = *statistics.not_finite == 0;
     __syncthreads();
+    const bool walks = kInWalk || dq_finish.block_walks();
+    const DqFinisher<kDType, kConfiguration> finisher(problem, dq_sums, dq_finish, shared);
     if (threadIdx.x >= kConfiguration.consumers) {
         shrink_registers<kProducerRegisters>();
         const int warp = int(threadIdx.x - kConfiguration.consumers) / 32;
@@ -52,27 +55,23 @@ __global__ void __launch_bounds__(kConfiguration.threads, 1)
             DqAdder<kDType, kConfiguration> adder(dq_sums, turns, shared, warp);
             if constexpr (kInWalk)
                 adder.add_up();
-            else
+            else if (walks)
                 adder.add_to_zeros();
         } else if (warp == kConfiguration.warpgroups) {
-            producer.template run<false>();
+            if (walks) producer.template run<false>();
+            if constexpr (!kInWalk) finisher.load();
         } else if constexpr (kInWalk) {
             producer.template run<true>();
-        } else {
+        } else if (walks) {
             producer.template run<true>(dq_zeros);
         }
     } else {
         grow_registers<kConsumerRegisters>();
-        BackwardConsumer<kDType, kConfiguration, kInWalk>(problem, gradients, dq_sums, shared, score_unit)
-            .run();
+        if (walks)
+            BackwardConsumer<kDType, kConfiguration, kInWalk>(problem, gradients, dq_sums, shared, score_unit)
+                .run();
+        if constexpr (!kInWalk) finisher.store();
     }
-}
-
-__global__ void __launch_bounds__(kConfiguration.consumers)
-    finish_dq(const __grid_constant__ BackwardProblem problem, const __grid_constant__ DqSums dq_sums) {
-    extern __shared__ __align__(1024) char memory[];
-    await_grid_before();
-    finish_tile<Dq<kDType, kConfiguration>>(problem, dq_sums, blockIdx.x, shared_address(memory));
 }
 
 const char* why_not(const BackwardProblem& whole, const Device&) {
@@ -117,18 +116,22 @@ struct Walk {
     RowTiling keys;
     DqSums dq_sums;
     DqZeros dq_zeros;
+    DqFinish dq_finish;
 
     Walk(const ForwardProblem& problem, const Device& device)
         : order(order_of(problem, device)),
           keys(tiling(problem, device)),
           dq_sums(sums(problem, device)),
-          dq_zeros(in_walk() ? DqZeros() : DqZeros(keys, device.multiprocessors)) {}
+          dq_zeros(in_walk() ? DqZeros() : DqZeros(keys, device.multiprocessors)),
+          dq_finish(in_walk() ? DqFinish() : finish(problem, device)) {}
 
     bool in_walk() const { return order != BackwardOrder::by_length; }
     bool whole_units() const { return order == BackwardOrder::whole_units; }
     bool has_turns() const { return order == BackwardOrder::turns; }
     int64_t blocks(const Device& device) const {
-        return std::min<int64_t>(whole_units() ? keys.heads() : keys.count(), device.multiprocessors);
+        const int64_t walkers = whole_units() ? keys.heads() : keys.count();
+        const int64_t least = dq_sums.unfinished_tiles() > 0;  // dQ is zero where there are no keys
+        return std::min<int64_t>(std::max(walkers, least) + dq_finish.blocks(), device.multiprocessors);
     }
     int64_t turns_bytes() const {
         const int64_t tiles = keys.heads() * dq_sums.unit_tiles().divisor;
@@ -158,6 +161,18 @@ struct Walk {
                                                 device.multiprocessors);
     }
 
+    // So many blocks finish dQ as keep up with those that walk (a block 40 to 60 GB/s); where all tiles take
+    // the same time, no more than would be idle in the last round.
+    DqFinish finish(const ForwardProblem& problem, const Device& device) const {
+        const int64_t blocks = device.multiprocessors, tiles = std::max<int64_t>(keys.count(), 1);
+        const bool equal = problem.window_right < 0 && problem.window_left < 0 && !problem.cu_seqlens_q &&
+                           !problem.cu_seqlens_k && !has_map(problem);
+        const int64_t rounds = (tiles + blocks - 1) / blocks, walkers = (tiles + rounds - 1) / rounds;
+        const int64_t enough = 6144 / std::max<int64_t>(problem.seqlen_k, 1);
+        const int64_t finishers = std::min({enough, (blocks + 14) / 16, equal ? blocks - walkers : blocks});
+        return {uint32_t(dq_sums.unfinished_tiles()), keys.tiles(), finishers};
+    }
+
     DqSums sums(const ForwardProblem& problem, const Device& device) const {
         const RowTiling queries = RowTiling::of_queries(problem, kConfiguration.query_tile, 0);
         const int64_t group = RowTiling::group_of(problem);
@@ -174,7 +189,8 @@ struct Walk {
 int64_t workspace_bytes(const BackwardProblem& problem, const Device& device) {
     const Walk walk(problem.forward, device);
     return padded(TileQueue::workspace_bytes) + StatisticsSpace(problem.forward).bytes() +
-           walk.turns_bytes() + padded(walk.dq_zeros.bytes()) + walk.dq_sums.bytes();
+           walk.turns_bytes() + padded(walk.dq_finish.bytes()) + padded(walk.dq_zeros.bytes()) +
+           walk.dq_sums.bytes();
 }
 
 void launch(const BackwardProblem& problem, const Launch& launch) {
@@ -184,11 +200,13 @@ void launch(const BackwardProblem& problem, const Launch& launch) {
     const AlignedStatistics statistics = space.at(workspace);
     Walk walk(forward, launch.device);
     char* const turns = workspace + space.bytes();
-    char* const zeros_counters = turns + walk.turns_bytes();
+    char* const finish_counter = turns + walk.turns_bytes();
+    char* const zeros_counters = finish_counter + padded(walk.dq_finish.bytes());
     char* const sums = zeros_counters + padded(walk.dq_zeros.bytes());
     char* const zeros = workspace + space.zeros();
     const int64_t zero_sums = walk.in_walk() ? 0 : walk.dq_sums.bytes_of(walk.dq_zeros.lead());
     set_zero(zeros, sums - zeros + zero_sums, FLASH_KERNEL_NAME, launch);
+    walk.dq_finish.lie_at(finish_counter);
     walk.dq_zeros.lie_at(zeros_counters);
     walk.dq_sums.lie_at(sums);
     if (walk.in_walk() && !every_query_sees_keys(forward)) {  // nobody comes to tiles that see none
@@ -200,18 +218,16 @@ void launch(const BackwardProblem& problem, const Launch& launch) {
     // By a counter, since blocks in step would add to the same sums at the same time; strictly, since blocks
     // wait for those that take tiles before them.
     const TileQueue queue(walk.keys, walk.whole_units() ? walk.keys.heads() : walk.keys.count(), 0,
-                          counter_at(launch.workspace, launch), !walk.whole_units());
+                          counter_at(launch.workspace, launch), !walk.whole_units(), walk.dq_finish.blocks());
     const BackwardMaps maps =
         maps_of(problem, statistics, kDType, query_tile, key_tile, kConfiguration.biased);
     const KeyGradientMaps gradients{output_map(keys_of(forward, problem.dk, forward.head_dim), kDType),
                                     output_map(keys_of(forward, problem.dv, forward.head_dim_v), kDType)};
     launch_kernel(FLASH_KERNEL_NAME, walk.in_walk() ? attention_backward<true> : attention_backward<false>,
                   walk.blocks(launch.device), kConfiguration.threads, sizeof(Shared), launch.overlapping(),
-                  problem, maps, gradients, statistics, queue, walk.dq_sums, walk.dq_zeros,
+                  problem, maps, gradients, statistics, queue, walk.dq_sums, walk.dq_zeros, walk.dq_finish,
                   walk.has_turns() ? reinterpret_cast<uint32_t*>(turns) : nullptr, walk.order,
                   score_unit(forward, kConfiguration.transformed));
-    launch_kernel(FLASH_KERNEL_NAME, finish_dq, walk.dq_sums.unfinished_tiles(), kConfiguration.consumers,
-                  query_tile * kConfiguration.head_dim * 2, launch.overlapping(), problem, walk.dq_sums);
     if constexpr (kConfiguration.biased)
         if (problem.dbias.data) FLASH_BIAS_GRADIENT(problem, statistics, launch);
 }

@@ -3,7 +3,7 @@
 // on time: the first one stores, and the last one gets the sums back and adds, rounds and stores in
 // registers. Sums then need not be cleared nor finished. A block that does all tiles of a unit has no turn to
 // wait for; others hardly have to, if they begin in the same order. Under a map of blocks nobody knows whose
-// turn it is: sums are cleared before, and finish_dq makes dQ of them.
+// turn it is: sums are cleared before, and dq_finish.cuh makes dQ of them.
 #pragma once
 
 #include "backward_producer.cuh"

@@ -179,6 +179,26 @@ struct BackwardBias<c, true> {
     }
 };
 
+// A tile of sums that become dQ (dq_finish.cuh).
+struct DqFinishNote {
+    void* rows;      // of dQ: the tile's first one
+    Position exist;  // so many; 0: this is the end
+    float scale;
+};
+template <int kStages>
+struct DqFinishShared {
+    uint64_t full[kStages], empty[kStages];
+    DqFinishNote notes[kStages];
+
+    // By one thread.
+    __device__ void start(int warps) {
+        for (int i = 0; i < kStages; ++i) {
+            mbarrier_init(shared_address(&full[i]), 1);
+            mbarrier_init(shared_address(&empty[i]), warps * kWarpArrivals);
+        }
+    }
+};
+
 template <BackwardConfiguration c>
 struct BackwardShared : BackwardExchange<c> {
     static constexpr int key_bytes = c.key_tile * c.columns() * 2;
@@ -215,6 +235,10 @@ struct BackwardShared : BackwardExchange<c> {
     bool all_finite;  // lse and delta of all queries, and so Q and dO
     BackwardPlan plans[kBackwardPlans];
     BackwardBias<c> bias;
+    // Sums take the place of what was multiplied.
+    static constexpr int kFinishStages =
+        (key_bytes + value_bytes + c.stages * (query_bytes + dout_bytes)) / (c.query_tile * c.head_dim * 4);
+    DqFinishShared<kFinishStages> finish;
 
     __device__ __forceinline__ BackwardPlan& plan(uint32_t tile) { return plans[tile % kBackwardPlans]; }
     __device__ __forceinline__ static uint32_t tile_of(uint32_t flags) {
@@ -262,6 +286,7 @@ struct BackwardShared : BackwardExchange<c> {
             mbarrier_init(shared_address(&masked[i]), 1);
         }
         bias.start();
+        finish.start(c.consumers / 32);
     }
 };
 

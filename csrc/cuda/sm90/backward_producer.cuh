@@ -4,6 +4,8 @@
 // never wait for that.
 #pragma once
 
+#include <type_traits>
+
 #include "../../attention/score_matrix.h"
 #include "../any/finite.cuh"
 #include "../any/rows.h"
@@ -53,6 +55,7 @@ class BackwardProducer {
         for (uint32_t tile = 0;; ++tile) {
             if constexpr (kMasked) {
                 mbarrier_wait(in_ring(shared_.left, tile), parity(shared_.left, tile) ^ 1);
+                if (tile >= kBackwardPlans) tell_of_additions<Zeros>(tile);
                 // Blocks that wait for each other should begin in the order in which they take tiles.
                 if (order_ == BackwardOrder::turns && tile > 0)
                     mbarrier_wait(shared_address(&shared_.walked), (tile - 1) % 2);
@@ -67,7 +70,14 @@ class BackwardProducer {
                 shared_.await_plan(tile);
             }
             BackwardPlan& plan = shared_.plan(tile);
-            if (plan.end) break;
+            if (plan.end) {
+                if (kMasked && tile > 0) {
+                    const uint32_t last = tile + kBackwardPlans - 1;
+                    mbarrier_wait(in_ring(shared_.left, last), parity(shared_.left, last) ^ 1);
+                    tell_of_additions<Zeros>(last);
+                }
+                break;
+            }
             if (plan.has_queries) {
                 bool begun = false;
                 const int batch = tensor_batch(problem_.forward.cu_seqlens_q, plan.tile);
@@ -155,6 +165,15 @@ class BackwardProducer {
     using Shared = BackwardShared<c>;
     using QueryTile = TileLayout<c.query_tile, c.columns(), 2, kPanel>;
     using DoutTile = TileLayout<c.query_tile, c.value_columns(), 2, kPanel>;
+
+    // To the sums of what was walked before in the plan of `tile`, which all have left; where sums were
+    // zeros. A release takes a thousand cycles, which those who add don't have.
+    template <class Zeros>
+    __device__ __forceinline__ void tell_of_additions(uint32_t tile) const {
+        __syncwarp();
+        if (!std::is_same_v<Zeros, NoDqZeros> && lane_index() == 0)
+            dq_sums_.tell_of_additions(shared_.plan(tile).place.head);
+    }
 
     // By one thread. Others read the plan behind a barrier, its own warp behind __syncwarp.
     __device__ __forceinline__ void make_plan(TileQueue::Reader& queue, uint32_t tile) const {

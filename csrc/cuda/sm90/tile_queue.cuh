@@ -48,9 +48,11 @@ class TileNumbers {
     // count: of tiles, or of what else blocks take. ahead: how many of them a block takes before it wants
     // them; what it has taken no other can do for it at the end. strict: a tile is taken by a block that runs
     // when all before it have been; else block b's first tile is b, whenever it runs.
-    TileNumbers(int64_t count, uint32_t ahead, void* counter, bool strict = false)
+    // others: so many blocks, the grid's last ones, take none.
+    TileNumbers(int64_t count, uint32_t ahead, void* counter, bool strict = false, uint32_t others = 0)
         : ahead(counter ? ahead : kMostAhead),
           strict_(strict),
+          others_(others),
           count_(uint32_t(count)),
           counter_(static_cast<TileCounter*>(counter)),
           ticket_(counter ? new_ticket() : 0) {}
@@ -76,7 +78,8 @@ class TileNumbers {
                 ++taken_;
                 return true;
             }
-            if (queue_.counter_ && index == queue_.count_ + last()) queue_.counter_->ticket = 0;
+            if (queue_.counter_ && index == queue_.count_ + last() - queue_.others_)
+                queue_.counter_->ticket = 0;
             return false;
         }
 
@@ -99,6 +102,7 @@ class TileNumbers {
 
   private:
     bool strict_;
+    uint32_t others_;
     uint32_t count_;
     TileCounter* counter_;
     uint64_t ticket_;  // not 0
@@ -116,8 +120,9 @@ class TileQueue : public TileNumbers {
     }
 
     // What is taken are numbers for tiling(), or what the caller knows; the rest as of TileNumbers.
-    TileQueue(const RowTiling& tiling, int64_t count, uint32_t ahead, void* counter, bool strict = false)
-        : TileNumbers(count, ahead, counter, strict), tiling(tiling) {}
+    TileQueue(const RowTiling& tiling, int64_t count, uint32_t ahead, void* counter, bool strict = false,
+              uint32_t others = 0)
+        : TileNumbers(count, ahead, counter, strict, others), tiling(tiling) {}
 
     const RowTiling tiling;
 };
