@@ -187,11 +187,13 @@ struct DqFinishNote {
 };
 template <int kStages>
 struct DqFinishShared {
+    uint64_t begins;  // the consumers walk no more
     uint64_t full[kStages], empty[kStages];
     DqFinishNote notes[kStages];
 
     // By one thread.
     __device__ void start(int warps) {
+        mbarrier_init(shared_address(&begins), warps * kWarpArrivals);
         for (int i = 0; i < kStages; ++i) {
             mbarrier_init(shared_address(&full[i]), 1);
             mbarrier_init(shared_address(&empty[i]), warps * kWarpArrivals);

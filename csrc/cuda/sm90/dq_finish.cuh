@@ -5,7 +5,6 @@
 // blocks that walk alone, all of which began before the last ones of the grid.
 #pragma once
 
-#include "../ptx/barrier.h"
 #include "../ptx/counter.h"
 #include "../ptx/tma.h"
 #include "../tile/warp_product.h"
@@ -51,7 +50,8 @@ class DqFinisher {
 
     // The whole warp; each lane looks after one of the tiles that are taken together.
     __device__ __forceinline__ void load() const {
-        meet();
+        mbarrier_wait(shared_address(&shared_.finish.begins), 0);
+        __syncwarp();
         uint32_t n = 0, next = 0;
         if (lane_index() == 0) next = finish_.take();
 #pragma unroll 1
@@ -103,7 +103,8 @@ class DqFinisher {
 
     // By the consumers.
     __device__ __forceinline__ void store() const {
-        meet();
+        fence_async_proxy();
+        mbarrier_arrive_warp(shared_address(&shared_.finish.begins));
         const int warp = int(threadIdx.x) / 32, row = warp / Dq::column_warps * 16;
         const int column = warp % Dq::column_warps * Part::column_tiles * 8;
         HeadRows<Bits<dtype>> to(problem_.dq, 0, 0, 0, problem_.forward.head_dim);
@@ -134,7 +135,6 @@ class DqFinisher {
     using Shared = BackwardShared<c>;
     static constexpr uint32_t kTileBytes = c.query_tile * c.head_dim * 4;
     static constexpr int kStages = Shared::kFinishStages;
-    static constexpr int kFinish = 6;  // a barrier
 
     // Rows in whole lines: sectors of many rows take the warp three times as long. staging: the warp's own.
     template <int kColumns>
@@ -156,11 +156,6 @@ class DqFinisher {
                     load_shared_16(staging + Layout::offset(i + lane_index() / 8, 0, chunk));
     }
 
-    // Nobody of the walk needs the memory any more.
-    __device__ __forceinline__ static void meet() {
-        fence_async_proxy();
-        barrier_of<c.consumers + 32>(kFinish);
-    }
     __device__ __forceinline__ uint32_t tile_at(uint32_t n) const {
         return shared_address(shared_.k) + n % kStages * kTileBytes;
     }
