@@ -118,15 +118,15 @@ class DqSums {
         return exist() && in_walk_ && add_acquire_release(done_ + unit, 1) == sharers_ - 1;
     }
 
-    // Where every unit has a place: by one thread, when what the block has added is in device memory; and
-    // whether so many have done that.
-    __device__ __forceinline__ void tell_of_additions(uint32_t unit) const { add_release(done_ + unit, 1); }
-    __device__ __forceinline__ bool has_additions(uint32_t unit, uint32_t count) const {
-        return load_acquire(done_ + unit) >= count;
-    }
-
     // By one thread, behind a barrier after that.
-    __device__ __forceinline__ void free_place(uint32_t unit) const { add_release(done_ + unit, 1); }
+    __device__ __forceinline__ void free_place(uint32_t unit) const { count(unit); }
+
+    // Where every unit has a place: by one thread, when what the block has added is in device memory; and
+    // whether all blocks of the unit have done that.
+    __device__ __forceinline__ void count(uint32_t unit) const { add_release(done_ + unit, 1); }
+    __device__ __forceinline__ bool is_complete(uint32_t unit) const {
+        return load_acquire(done_ + unit) >= sharers_;
+    }
 
   private:
     static constexpr int64_t kLargeUnit = 1 << 20;  // bytes; 256 KiB take a block 12 us on an H100

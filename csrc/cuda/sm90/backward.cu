@@ -32,8 +32,8 @@ __global__ void __launch_bounds__(kConfiguration.threads, 1)
                        const __grid_constant__ KeyGradientMaps gradients,
                        const __grid_constant__ AlignedStatistics statistics,
                        const __grid_constant__ TileQueue queue, const __grid_constant__ DqSums dq_sums,
-                       const __grid_constant__ DqZeros dq_zeros, const __grid_constant__ DqFinish dq_finish,
-                       uint32_t* turns, BackwardOrder order, const __grid_constant__ float score_unit) {
+                       const __grid_constant__ DqZeros dq_zeros, uint32_t* turns, BackwardOrder order,
+                       const __grid_constant__ float score_unit, const __grid_constant__ DqFinish dq_finish) {
     extern __shared__ __align__(1024) char memory[];
     Shared& shared = *reinterpret_cast<Shared*>(memory);
     if (threadIdx.x == 0) {
@@ -44,7 +44,8 @@ __global__ void __launch_bounds__(kConfiguration.threads, 1)
     let_next_grid_start();
     if (threadIdx.x == 0) shared.all_finite = *statistics.not_finite == 0;
     __syncthreads();
-    const bool walks = kInWalk || dq_finish.block_walks();
+    // Asked where it is wanted: kept, it takes a register from the products.
+    const auto walks = [&] { return kInWalk || dq_finish.block_walks(); };
     const DqFinisher<kDType, kConfiguration> finisher(problem, dq_sums, dq_finish, shared);
     if (threadIdx.x >= kConfiguration.consumers) {
         shrink_registers<kProducerRegisters>();
@@ -55,19 +56,19 @@ __global__ void __launch_bounds__(kConfiguration.threads, 1)
             DqAdder<kDType, kConfiguration> adder(dq_sums, turns, shared, warp);
             if constexpr (kInWalk)
                 adder.add_up();
-            else if (walks)
+            else if (walks())
                 adder.add_to_zeros();
         } else if (warp == kConfiguration.warpgroups) {
-            if (walks) producer.template run<false>();
+            if (walks()) producer.template run<false>();
             if constexpr (!kInWalk) finisher.load();
         } else if constexpr (kInWalk) {
             producer.template run<true>();
-        } else if (walks) {
+        } else if (walks()) {
             producer.template run<true>(dq_zeros);
         }
     } else {
         grow_registers<kConsumerRegisters>();
-        if (walks)
+        if (walks())
             BackwardConsumer<kDType, kConfiguration, kInWalk>(problem, gradients, dq_sums, shared, score_unit)
                 .run();
         if constexpr (!kInWalk) finisher.store();
@@ -170,7 +171,7 @@ struct Walk {
         const int64_t rounds = (tiles + blocks - 1) / blocks, walkers = (tiles + rounds - 1) / rounds;
         const int64_t enough = 6144 / std::max<int64_t>(problem.seqlen_k, 1);
         const int64_t finishers = std::min({enough, (blocks + 14) / 16, equal ? blocks - walkers : blocks});
-        return {uint32_t(dq_sums.unfinished_tiles()), keys.tiles(), finishers};
+        return {dq_sums.unfinished_tiles(), finishers};
     }
 
     DqSums sums(const ForwardProblem& problem, const Device& device) const {
@@ -225,9 +226,9 @@ void launch(const BackwardProblem& problem, const Launch& launch) {
                                     output_map(keys_of(forward, problem.dv, forward.head_dim_v), kDType)};
     launch_kernel(FLASH_KERNEL_NAME, walk.in_walk() ? attention_backward<true> : attention_backward<false>,
                   walk.blocks(launch.device), kConfiguration.threads, sizeof(Shared), launch.overlapping(),
-                  problem, maps, gradients, statistics, queue, walk.dq_sums, walk.dq_zeros, walk.dq_finish,
+                  problem, maps, gradients, statistics, queue, walk.dq_sums, walk.dq_zeros,
                   walk.has_turns() ? reinterpret_cast<uint32_t*>(turns) : nullptr, walk.order,
-                  score_unit(forward, kConfiguration.transformed));
+                  score_unit(forward, kConfiguration.transformed), walk.dq_finish);
     if constexpr (kConfiguration.biased)
         if (problem.dbias.data) FLASH_BIAS_GRADIENT(problem, statistics, launch);
 }

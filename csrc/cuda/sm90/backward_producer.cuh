@@ -4,8 +4,6 @@
 // never wait for that.
 #pragma once
 
-#include <type_traits>
-
 #include "../../attention/score_matrix.h"
 #include "../any/finite.cuh"
 #include "../any/rows.h"
@@ -55,7 +53,7 @@ class BackwardProducer {
         for (uint32_t tile = 0;; ++tile) {
             if constexpr (kMasked) {
                 mbarrier_wait(in_ring(shared_.left, tile), parity(shared_.left, tile) ^ 1);
-                if (tile >= kBackwardPlans) tell_of_additions<Zeros>(tile);
+                if (Zeros::exist && tile >= kBackwardPlans) tell_of_additions(tile);
                 // Blocks that wait for each other should begin in the order in which they take tiles.
                 if (order_ == BackwardOrder::turns && tile > 0)
                     mbarrier_wait(shared_address(&shared_.walked), (tile - 1) % 2);
@@ -71,10 +69,10 @@ class BackwardProducer {
             }
             BackwardPlan& plan = shared_.plan(tile);
             if (plan.end) {
-                if (kMasked && tile > 0) {
+                if (kMasked && Zeros::exist && tile > 0) {
                     const uint32_t last = tile + kBackwardPlans - 1;
                     mbarrier_wait(in_ring(shared_.left, last), parity(shared_.left, last) ^ 1);
-                    tell_of_additions<Zeros>(last);
+                    tell_of_additions(last);
                 }
                 break;
             }
@@ -168,11 +166,9 @@ class BackwardProducer {
 
     // To the sums of what was walked before in the plan of `tile`, which all have left; where sums were
     // zeros. A release takes a thousand cycles, which those who add don't have.
-    template <class Zeros>
     __device__ __forceinline__ void tell_of_additions(uint32_t tile) const {
         __syncwarp();
-        if (!std::is_same_v<Zeros, NoDqZeros> && lane_index() == 0)
-            dq_sums_.tell_of_additions(shared_.plan(tile).place.head);
+        if (lane_index() == 0) dq_sums_.count(shared_.plan(tile).place.head);
     }
 
     // By one thread. Others read the plan behind a barrier, its own warp behind __syncwarp.

@@ -19,23 +19,21 @@ class DqFinish {
 
     DqFinish() = default;  // all sums are finished in the walk
 
-    // additions: tiles of keys that are added to a unit's sums; blocks: those that walk none.
-    DqFinish(uint32_t tiles, uint32_t additions, int64_t blocks)
-        : tiles_(tiles), additions_(additions), blocks_(uint32_t(blocks)) {}
+    // blocks: those that walk no tiles of keys.
+    DqFinish(int64_t tiles, int64_t blocks) : tiles_(uint32_t(tiles)), blocks_(uint32_t(blocks)) {}
 
     // A counter, zero at the start.
     int64_t bytes() const { return tiles_ > 0 ? sizeof(uint32_t) : 0; }
     void lie_at(void* workspace) { next_ = static_cast<uint32_t*>(workspace); }
-    uint32_t blocks() const { return blocks_; }  // that walk no tiles of keys
+    uint32_t blocks() const { return blocks_; }
 
     __device__ __forceinline__ bool block_walks() const { return blockIdx.x < gridDim.x - blocks_; }
     __device__ __forceinline__ uint32_t tiles() const { return tiles_; }
     // By one thread: the first of the next kTaken tiles.
     __device__ __forceinline__ uint32_t take() const { return add_relaxed(next_, kTaken); }
-    __device__ __forceinline__ uint32_t additions() const { return additions_; }
 
   private:
-    uint32_t tiles_ = 0, additions_ = 0, blocks_ = 0;
+    uint32_t tiles_ = 0, blocks_ = 0;
     uint32_t* next_ = nullptr;
 };
 
@@ -65,7 +63,7 @@ class DqFinisher {
             DqFinishNote note{};
             bool complete = false;
             if (is_tile) {
-                complete = sums_.has_additions(unit, finish_.additions());
+                complete = sums_.is_complete(unit);
                 const RowTile rows = sums_.rows_of(problem_.forward, unit, tile);
                 note.rows = row_of<Bits<dtype>>(problem_.dq, rows.unowned ? 0 : rows.batch,
                                                 rows.sequence.first_query_row + rows.first, rows.head);
@@ -81,7 +79,7 @@ class DqFinisher {
                 __syncwarp();
                 if (lane_index() == lane) {
                     if (!complete) {
-                        while (!sums_.has_additions(unit, finish_.additions())) __nanosleep(200);
+                        while (!sums_.is_complete(unit)) __nanosleep(200);
                         fence_async_proxy_of_memory();
                     }
                     const uint32_t full = in_ring(shared_.finish.full, n);

@@ -11,6 +11,8 @@ namespace flash::cuda::sm90 {
 
 class DqZeros {
   public:
+    static constexpr bool exist = true;
+
     DqZeros() = default;  // no sums have to be zero
 
     // blocks: that run at once. They have to take tiles in the order of their numbers.
@@ -59,6 +61,7 @@ class DqZeros {
 
 // Where no sums have to be zero.
 struct NoDqZeros {
+    static constexpr bool exist = false;
     __device__ __forceinline__ void await(uint32_t) const {}
     __device__ __forceinline__ void clear_later(const TileOrder::Place&, const DqSums&) const {}
 };
