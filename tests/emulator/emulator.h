@@ -190,6 +190,10 @@ inline void atomicOr(uint32_t* address, uint32_t x) {
     *address |= x;
 }
 template <class T>
+T __ldcs(const T* address) {
+    return *address;
+}
+template <class T>
 T __ldcg(const T* address) {
     return *address;
 }

@@ -1,3 +1,5 @@
+#include <algorithm>
+
 #include "../launch.h"
 #include "../ptx/grid_dependency.h"
 #include "../tile/gpu_math.h"
@@ -21,8 +23,9 @@ struct Vector {
     using Element = ElementOf<dtype>;
     static constexpr int length = 16 / sizeof(typename Element::Bits);
 
-    __device__ explicit Vector(const typename Element::Bits* from) {
-        *reinterpret_cast<uint4*>(x) = *reinterpret_cast<const uint4*>(from);
+    __device__ explicit Vector(const typename Element::Bits* from, bool once = false) {
+        const uint4* const vector = reinterpret_cast<const uint4*>(from);
+        *reinterpret_cast<uint4*>(x) = once ? __ldcs(vector) : *vector;
     }
     __device__ float operator[](int i) const { return Element::to_float(x[i]); }
 
@@ -43,12 +46,15 @@ class Rows {
             rows_[i] = row_of<const Bits>(view, batch, row < rows ? row : rows - 1, head);
         }
     }
-    __device__ const Bits* operator[](int i) const { return rows_[i]; }
+    __device__ const Bits* operator[](int i) const {
+        return rows_[i];
+    }
 
   private:
     const Bits* rows_[kRowsOfGroup];
 };
 
+// a: nobody reads it again soon.
 template <DType dtype, int kLanes>
 __device__ void multiply(float (&sums)[kRowsOfGroup], const Rows<dtype, kLanes>& a,
                          const Rows<dtype, kLanes>& b, int columns, bool vectors) {
@@ -58,7 +64,7 @@ __device__ void multiply(float (&sums)[kRowsOfGroup], const Rows<dtype, kLanes>&
         if (vectors) {
 #pragma unroll
             for (int i = 0; i < kRowsOfGroup; ++i) {
-                const Vector<dtype> x(a[i] + column), y(b[i] + column);
+                const Vector<dtype> x(a[i] + column, true), y(b[i] + column);
 #pragma unroll
                 for (int e = 0; e < kVector; ++e) sums[i] += x[e] * y[e];
             }
@@ -96,7 +102,9 @@ __global__ void __launch_bounds__(kThreads) attention_delta(const __grid_constan
     const ForwardProblem& forward = problem.forward;
     constexpr int kRows = Block<kLanes>::rows;
     let_next_grid_start();
-    const HeadRow tile = HeadRow::of_thread<kThreads>(batches, tiles, forward.heads_q);
+    // The walk begins with what was read last, and finds dO in the cache.
+    const HeadRow tile =
+        HeadRow::of_thread<kThreads>(batches, tiles, forward.heads_q, gridDim.x - 1 - blockIdx.x);
     const int64_t batch = tile.batch, head = tile.head, rows = forward.rows_q, first = tile.row * kRows;
     const int64_t row = first + threadIdx.x;
     const bool finishes = threadIdx.x < kRows && row < rows;
@@ -118,6 +126,7 @@ __global__ void __launch_bounds__(kThreads) attention_delta(const __grid_constan
         if (threadIdx.x % kLanes == 0) of_rows[threadIdx.x / kLanes + i * Block<kLanes>::groups] = sums[i];
     }
     __syncthreads();
+    await_grid_before();  // all threads do, so that whoever waits for this grid means both
     if (!finishes) return;
     const bool seen = lse != -INFINITY;
     const float dlse = problem.dlse.data ? *statistics_of<const float>(problem.dlse, batch, row, head) : 0;
@@ -135,9 +144,14 @@ __global__ void __launch_bounds__(kThreads) attention_delta(const __grid_constan
         seen ? lse * float(GpuMath::unit) : INFINITY;
 }
 
-}  // namespace
+__global__ void __launch_bounds__(kThreads) attention_clear(uint4* data, int64_t count) {
+    let_next_grid_start();
+    for (int64_t i = blockIdx.x * int64_t(kThreads) + threadIdx.x; i < count;
+         i += gridDim.x * int64_t(kThreads))
+        data[i] = uint4{};
+}
 
-void compute_delta(const BackwardProblem& problem, const AlignedStatistics& to, const Launch& launch) {
+void launch_delta(const BackwardProblem& problem, const AlignedStatistics& to, const Launch& launch) {
     const ForwardProblem& forward = problem.forward;
     const int64_t batches = forward.cu_seqlens_q ? 1 : forward.batch;
     dispatch_dtype(forward.dtype, [&]<DType dtype>() {
@@ -156,8 +170,20 @@ void compute_delta(const BackwardProblem& problem, const AlignedStatistics& to, 
     });
 }
 
+}  // namespace
+
+void compute_delta(const BackwardProblem& problem, const AlignedStatistics& to, const Cleared& cleared,
+                   const Launch& launch) {
+    // A kernel of its own, which the other one overlaps; cudaMemsetAsync would have to end before.
+    const int64_t count = cleared.bytes / int64_t(sizeof(uint4)), blocks = (count + kThreads - 1) / kThreads;
+    launch_kernel("attention_clear", attention_clear,
+                  std::min<int64_t>(blocks, 8 * launch.device.multiprocessors), kThreads, 0, launch,
+                  static_cast<uint4*>(cleared.data), count);
+    launch_delta(problem, to, launch.overlapping());
+}
+
 void compute_delta(const BackwardProblem& problem, const Launch& launch) {
-    compute_delta(problem, {}, launch);
+    launch_delta(problem, {}, launch);
 }
 
 }  // namespace flash::cuda

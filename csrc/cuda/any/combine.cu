@@ -18,13 +18,13 @@ __global__ void __launch_bounds__(kThreads)
                       const float* __restrict__ partial_out, int64_t stride,
                       const float* __restrict__ partial_lse) {
     using Element = ElementOf<dtype>;
-    const HeadRow at = HeadRow::of_thread<kLanes>(problem.batch, problem.seqlen_q, problem.heads_q);
+    const HeadRow at =
+        HeadRow::of_thread<kLanes>(problem.batch, problem.seqlen_q, problem.heads_q, blockIdx.x);
     if (!at.exists) return;
     const int lane = threadIdx.x % kLanes;
     const auto over_lanes = [](float x, auto combine) {
 #pragma unroll
-        for (int step = 1; step < kLanes; step *= 2)
-            x = combine(x, __shfl_xor_sync(0xffffffff, x, step));
+        for (int step = 1; step < kLanes; step *= 2) x = combine(x, __shfl_xor_sync(0xffffffff, x, step));
         return x;
     };
     const int64_t rows = problem.batch * problem.heads_q * problem.seqlen_q;

@@ -8,14 +8,14 @@
 namespace flash::cuda {
 
 // Which row of which head a group of kLanes lanes works on, heads of a position next to each other as they
-// lie in memory.
+// lie in memory. block: blocks work in that order, from 0 on.
 struct HeadRow {
     int64_t batch, row, head;
     bool exists;
 
     template <int kLanes>
-    __device__ static HeadRow of_thread(int64_t batches, int64_t rows, int64_t heads) {
-        const int64_t index = (blockIdx.x * int64_t(blockDim.x) + threadIdx.x) / kLanes;
+    __device__ static HeadRow of_thread(int64_t batches, int64_t rows, int64_t heads, uint32_t block) {
+        const int64_t index = (block * int64_t(blockDim.x) + threadIdx.x) / kLanes;
         const int64_t count = batches * rows * heads;
         // Divisions of 64 bits take longer than the row does.
         return count <= UINT32_MAX ? of_index(uint32_t(index), uint32_t(rows), uint32_t(heads), index < count)

@@ -16,7 +16,13 @@ struct AlignedStatistics {
     AlignedRows rows;
     uint32_t* not_finite;
 };
-void compute_delta(const BackwardProblem& problem, const AlignedStatistics& to, const Launch& launch);
+// Clears what is `cleared`, too, a multiple of 16 bytes, among which not_finite may be. From Hopper on.
+struct Cleared {
+    void* data;
+    int64_t bytes;
+};
+void compute_delta(const BackwardProblem& problem, const AlignedStatistics& to, const Cleared& cleared,
+                   const Launch& launch);
 
 void pack_mask(const MaskPacking& packing, const Launch& launch);
 

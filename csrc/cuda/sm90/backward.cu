@@ -179,7 +179,8 @@ struct Walk {
         const int64_t group = RowTiling::group_of(problem);
         constexpr int elements = kConfiguration.query_tile * kConfiguration.head_dim;
         const float scale = float(problem.softmax_scale);
-        const int64_t places = whole_units() ? blocks(device) : keys.heads();
+        const int64_t units = keys.heads();
+        const int64_t places = whole_units() ? std::min<int64_t>(units, device.multiprocessors) : units;
         return in_walk() ? DqSums::of_places(queries, group, places, elements, scale)
                          : DqSums(keys, queries, group, device.multiprocessors, elements, false, scale);
     }
@@ -206,7 +207,6 @@ void launch(const BackwardProblem& problem, const Launch& launch) {
     char* const sums = zeros_counters + padded(walk.dq_zeros.bytes());
     char* const zeros = workspace + space.zeros();
     const int64_t zero_sums = walk.in_walk() ? 0 : walk.dq_sums.bytes_of(walk.dq_zeros.lead());
-    set_zero(zeros, sums - zeros + zero_sums, FLASH_KERNEL_NAME, launch);
     walk.dq_finish.lie_at(finish_counter);
     walk.dq_zeros.lie_at(zeros_counters);
     walk.dq_sums.lie_at(sums);
@@ -214,7 +214,7 @@ void launch(const BackwardProblem& problem, const Launch& launch) {
         const int64_t rows = (forward.cu_seqlens_q ? 1 : forward.batch) * forward.rows_q;
         set_zero(problem.dq.data, rows * forward.heads_q * forward.head_dim * 2, FLASH_KERNEL_NAME, launch);
     }
-    compute_delta(problem, statistics, launch);
+    compute_delta(problem, statistics, {zeros, sums - zeros + zero_sums}, launch);
     constexpr int query_tile = kConfiguration.query_tile, key_tile = kConfiguration.key_tile;
     // By a counter, since blocks in step would add to the same sums at the same time; strictly, since blocks
     // wait for those that take tiles before them.

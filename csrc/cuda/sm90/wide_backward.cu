@@ -120,14 +120,13 @@ void launch(const BackwardProblem& problem, const Launch& launch) {
     char* const workspace = counters + 2 * padded(TileQueue::workspace_bytes);
     const StatisticsSpace space(forward);
     const AlignedStatistics statistics = space.at(workspace);
-    set_zero(workspace + space.zeros(), space.bytes() - space.zeros(), FLASH_KERNEL_NAME, launch);
-    compute_delta(problem, statistics, launch);
+    compute_delta(problem, statistics, {workspace + space.zeros(), space.bytes() - space.zeros()}, launch);
     const float unit = score_unit(forward, kConfiguration.transformed);
     constexpr int query_tile = kConfiguration.query_tile, key_tile = kConfiguration.key_tile;
     const BackwardMaps maps = maps_of(problem, statistics, kDType, query_tile, key_tile, false);
 
-    const RowTiling keys = RowTiling::of_keys(forward, key_tile, launch.device.l2_bytes / 3,
-                                             launch.device.multiprocessors);
+    const RowTiling keys =
+        RowTiling::of_keys(forward, key_tile, launch.device.l2_bytes / 3, launch.device.multiprocessors);
     const DqSums no_sums = DqSums::of_places(RowTiling::of_queries(forward, query_tile, 0), 1, 1, 0, 1);
     launch_walk(attention_key_gradients, keys, sizeof(Shared), launch.overlapping(), problem, maps,
                 statistics, TileQueue(keys, keys.count(), 0, counter_at(counters, launch)), no_sums, unit);
