@@ -2,8 +2,8 @@
 // that blocks that run together read the same tiles of the other axis. Where tiles take different times, as
 // under a causal mask, `section` heads go together: all their first tiles, which are to be the longest, then
 // all their second ones, ... The blocks that run at the end are short then, and the device idles less. The
-// last section is two to three times as large: how long the device idles at the end would otherwise depend on
-// how many blocks of a section it can run at once.
+// last section is two to three times as large, if nothing else is said: how long the device idles at the end
+// would otherwise depend on how many blocks of a section it can run at once.
 #pragma once
 
 #include "division.h"
@@ -14,8 +14,11 @@ class TileOrder {
   public:
     // All at least 1. section * tiles below 2^31.
     TileOrder(uint32_t tiles, int64_t heads, int64_t section)
+        : TileOrder(tiles, heads, section, section > 1 ? 2 * section : 1) {}
+    // last: so many heads at least are in the last section, which is no smaller than others.
+    TileOrder(uint32_t tiles, int64_t heads, int64_t section, int64_t last)
         : section_(uint32_t(section < heads ? section : heads)),
-          last_(uint32_t(heads / section_.divisor - joined(heads, section))),
+          last_(uint32_t(before_last(heads, section_.divisor, last > section ? last : section))),
           rest_(uint32_t(heads - int64_t(last_) * section_.divisor)),
           blocks_(tiles * section_.divisor) {}
 
@@ -35,9 +38,8 @@ class TileOrder {
     }
 
   private:
-    // Sections' worth of heads that the last section takes, a rest besides.
-    static int64_t joined(int64_t heads, int64_t section) {
-        return section > 1 && heads >= 2 * section ? 2 : 1;
+    static int64_t before_last(int64_t heads, int64_t section, int64_t last) {
+        return heads > last ? (heads - last) / section : 0;
     }
 
     Division section_;  // heads of a section

@@ -1,7 +1,7 @@
 // TileOrder gives every tile of every head one index, whatever the section; within a section tiles never
-// decrease, and with sections of one head they count up head by head. A device that takes tiles in that order,
-// as under a causal mask, hardly idles, however many blocks it runs at once. Prints the number of tiles; a
-// failure returns 1.
+// decrease, and with sections of one head they count up head by head. A device that takes tiles in that
+// order, as under a causal mask, hardly idles, however many blocks it runs at once. Prints the number of
+// tiles; a failure returns 1.
 #include "../../csrc/cuda/tile_order.h"
 
 #include <algorithm>
@@ -33,13 +33,17 @@ int main() {
     long count = 0;
     for (int turn = 0; turn < 2000; ++turn) {
         const uint32_t tiles = 1 + random() % 20, heads = 1 + random() % 40, section = 1 + random() % 50;
-        const TileOrder order(tiles, heads, section);
+        const uint32_t least = turn % 2 ? 1 + random() % 60 : 0;  // of the last section; 0: as it is
+        const TileOrder order =
+            least ? TileOrder(tiles, heads, section, least) : TileOrder(tiles, heads, section);
         std::vector<int> seen(tiles * heads, 0);
         const uint32_t together = std::min(section, heads), rest = order.last_section();
+        const uint32_t wanted = least ? std::max(least, section) : section > 1 ? 2 * section : 1;
         const uint32_t before = (heads - rest) / together;  // sections
-        if (order.section() != together || (heads - rest) % together != 0 || rest >= 3 * together ||
-            (section > 1 && rest < std::min(heads, 2 * together))) {
-            std::printf("wrong sections: %u heads, section %u, the last one %u\n", heads, section, rest);
+        if (order.section() != together || (heads - rest) % together != 0 || rest < std::min(heads, wanted) ||
+            (rest < heads && rest >= wanted + together)) {
+            std::printf("wrong sections: %u heads, section %u, the last one %u of %u\n", heads, section, rest,
+                        wanted);
             return 1;
         }
         uint32_t last_section = 0, last_tile = 0;
@@ -49,7 +53,7 @@ int main() {
             const uint32_t its_section = std::min(head / together, before);
             right = right && its_section >= last_section;
             if (its_section == last_section) right = right && tile >= last_tile;
-            if (section == 1) right = right && tile == index % tiles && head == index / tiles;
+            if (wanted == 1) right = right && tile == index % tiles && head == index / tiles;
             if (!right) {
                 std::printf("wrong: %u tiles, %u heads, section %u, index %u\n", tiles, heads, section,
                             index);

@@ -43,6 +43,17 @@ class RowTiling {
                              int64_t least_tiles = 1) {
         return in_sections(problem, false, tiles_differ(problem), tile, cache_bytes, least_tiles);
     }
+    // The same where something begins when a head's tiles are done, and fills what is idle at the end: of
+    // dense sequences as few heads go together as keep so many blocks busy. Where tiles are long or few two
+    // for each block have to be left for the end, or too much is idle.
+    static RowTiling of_keys_soon_done(const ForwardProblem& problem, Position tile, int64_t cache_bytes,
+                                       int64_t blocks) {
+        if (problem.cu_seqlens_q || problem.cu_seqlens_k || !tiles_differ(problem))
+            return of_keys(problem, tile, cache_bytes, blocks);
+        const int64_t tiles = (problem.seqlen_k + tile - 1) / tile;
+        const bool are_long = tiles >= 64, are_few = problem.batch * problem.heads_k * tiles < 10 * blocks;
+        return RowTiling(problem, false, tile, 1, blocks, are_long || are_few ? 2 * blocks : 1);
+    }
     // Whatever the mask, heads that go together have so many tiles.
     static RowTiling of_keys_together(const ForwardProblem& problem, Position tile, int64_t least_tiles) {
         return RowTiling(problem, false, tile, 1, least_tiles);
@@ -127,14 +138,15 @@ class RowTiling {
                                            : row_bytes(problem) * problem.seqlen_q * group;
         return RowTiling(problem, queries, tile, cache_bytes / at_least_1(head_bytes), least_tiles);
     }
-    // Heads go together: so many, or those that have so many tiles, whichever is more.
+    // Heads go together: so many, or those that have so many tiles, whichever is more. last_tiles: the same
+    // of those that come last; 0: as TileOrder has it.
     RowTiling(const ForwardProblem& problem, bool queries, Position tile, int64_t least_heads,
-              int64_t least_tiles)
+              int64_t least_tiles, int64_t last_tiles = 0)
         : RowTiling(problem, queries, queries ? queries_of(problem) : keys_of(problem), tile, least_heads,
-                    least_tiles) {}
+                    least_tiles, last_tiles) {}
     // Blocks that don't start at a multiple of 16 leave room for the rows before them.
     RowTiling(const ForwardProblem& problem, bool queries, const Axis& axis, Position tile,
-              int64_t least_heads, int64_t least_tiles)
+              int64_t least_heads, int64_t least_tiles, int64_t last_tiles)
         : packed_{axis.cu_seqlens, problem.batch, axis.rows, tile},
           cuts_(axis.rows, axis.lists,
                 axis.lists.counts && axis.lists.row_block % 16 != 0 ? tile - 16 : tile),
@@ -142,12 +154,17 @@ class RowTiling {
           uniform_(fills_batch(problem) && cuts_.block == cuts_.tile),
           tiles_(uint32_t(at_least_1(axis.cu_seqlens ? packed_.slots() : cuts_.count()))),
           all_heads_(axis.heads * (axis.cu_seqlens ? 1 : problem.batch)),
-          order_(tiles_, at_least_1(all_heads_), std::max(least_heads, (least_tiles + tiles_ - 1) / tiles_)),
+          order_(order_of(at_least_1(all_heads_), std::max(least_heads, heads_with(least_tiles)),
+                          heads_with(last_tiles))),
           heads_(uint32_t(at_least_1(axis.heads))),
           group_(uint32_t(group_of(problem))),
           count_((axis.cu_seqlens ? packed_.slots() : cuts_.count()) * all_heads_) {}
 
     static int64_t at_least_1(int64_t count) { return count > 1 ? count : 1; }
+    int64_t heads_with(int64_t tiles) const { return (tiles + tiles_ - 1) / tiles_; }
+    TileOrder order_of(int64_t heads, int64_t section, int64_t last) const {
+        return last > 0 ? TileOrder(tiles_, heads, section, last) : TileOrder(tiles_, heads, section);
+    }
 
     // Of a query and its output's gradient, of a key and its value.
     static int64_t row_bytes(const ForwardProblem& problem) {

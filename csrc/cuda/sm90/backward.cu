@@ -158,8 +158,8 @@ struct Walk {
         const bool all = problem.window_right < 0 && problem.window_left < 0;
         return has_turns() ? RowTiling::of_keys_together(problem, kConfiguration.key_tile,
                                                          all ? 2 * device.multiprocessors : 1)
-                           : RowTiling::of_keys(problem, kConfiguration.key_tile, device.l2_bytes / 3,
-                                                device.multiprocessors);
+                           : RowTiling::of_keys_soon_done(problem, kConfiguration.key_tile,
+                                                          device.l2_bytes / 3, device.multiprocessors);
     }
 
     // So many blocks finish dQ as keep up with those that walk (a block 40 to 60 GB/s); where all tiles take

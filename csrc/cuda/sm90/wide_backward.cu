@@ -125,8 +125,11 @@ void launch(const BackwardProblem& problem, const Launch& launch) {
     constexpr int query_tile = kConfiguration.query_tile, key_tile = kConfiguration.key_tile;
     const BackwardMaps maps = maps_of(problem, statistics, kDType, query_tile, key_tile, false);
 
+    // dQ's kernel fills the end of the other one; behind long walks it need not, and they are slower so.
+    const bool is_short = forward.seqlen_k < 64 * key_tile;
+    const auto tiling = is_short ? RowTiling::of_keys_soon_done : RowTiling::of_keys;
     const RowTiling keys =
-        RowTiling::of_keys(forward, key_tile, launch.device.l2_bytes / 3, launch.device.multiprocessors);
+        tiling(forward, key_tile, launch.device.l2_bytes / 3, launch.device.multiprocessors);
     const DqSums no_sums = DqSums::of_places(RowTiling::of_queries(forward, query_tile, 0), 1, 1, 0, 1);
     launch_walk(attention_key_gradients, keys, sizeof(Shared), launch.overlapping(), problem, maps,
                 statistics, TileQueue(keys, keys.count(), 0, counter_at(counters, launch)), no_sums, unit);
