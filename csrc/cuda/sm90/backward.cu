@@ -148,7 +148,7 @@ struct Walk {
         // them.
         const bool shares = problem.batch * problem.heads_q * 5 < device.multiprocessors * 3;
         const bool pays =
-            problem.window_right >= 0 && !shares && problem.seqlen_k * kConfiguration.head_dim <= 1 << 17;
+            problem.window_right >= 0 && !shares && problem.seqlen_k * kConfiguration.head_dim <= 1 << 16;
         return problem.deterministic || pays ? BackwardOrder::turns : BackwardOrder::by_length;
     }
 
