@@ -1,7 +1,7 @@
 // TileOrder gives every tile of every head one index, whatever the section; within a section tiles never
-// decrease, and with sections of one head they count up head by head. A device that takes tiles in that
-// order, as under a causal mask, hardly idles, however many blocks it runs at once. Prints the number of
-// tiles; a failure returns 1.
+// decrease, and with sections of one head they count up head by head. A device that takes tiles in that order,
+// as under a causal mask, hardly idles, however many blocks it runs at once. Prints the number of tiles; a
+// failure returns 1.
 #include "../../csrc/cuda/tile_order.h"
 
 #include <algorithm>

@@ -46,9 +46,7 @@ class Rows {
             rows_[i] = row_of<const Bits>(view, batch, row < rows ? row : rows - 1, head);
         }
     }
-    __device__ const Bits* operator[](int i) const {
-        return rows_[i];
-    }
+    __device__ const Bits* operator[](int i) const { return rows_[i]; }
 
   private:
     const Bits* rows_[kRowsOfGroup];

@@ -24,7 +24,8 @@ __global__ void __launch_bounds__(kThreads)
     const int lane = threadIdx.x % kLanes;
     const auto over_lanes = [](float x, auto combine) {
 #pragma unroll
-        for (int step = 1; step < kLanes; step *= 2) x = combine(x, __shfl_xor_sync(0xffffffff, x, step));
+        for (int step = 1; step < kLanes; step *= 2)
+            x = combine(x, __shfl_xor_sync(0xffffffff, x, step));
         return x;
     };
     const int64_t rows = problem.batch * problem.heads_q * problem.seqlen_q;
