@@ -165,6 +165,7 @@ class ForwardProducer {
             if constexpr (kKeys) {
                 const KeyNote note = notes.next_note();
                 mbarrier_wait(in_ring(shared_.k_empty, tile), parity(shared_.k_empty, tile) ^ 1);
+                __syncwarp();  // else a lane could miss the phase
                 if (lane_index() == 0) {
                     load_keys<c.key_tile, c.head_dim>(shared_.k[tile % c.stages], maps_.k,
                                                       in_ring(shared_.k_full, tile), rows, note.first);
@@ -174,6 +175,7 @@ class ForwardProducer {
             } else {
                 const Position first = notes.next();
                 mbarrier_wait(in_ring(shared_.v_empty, tile), parity(shared_.v_empty, tile) ^ 1);
+                __syncwarp();
                 if (lane_index() == 0) {
                     load_keys<c.key_tile, c.values()>(shared_.v[tile % c.stages], maps_.v,
                                                       in_ring(shared_.v_full, tile), rows, first);

@@ -118,6 +118,7 @@ class QueryGradientProducer {
         copy_tiles<true>([&](const KeyRows& rows, uint32_t tile, const KeyNote& note) {
             const uint32_t full = in_ring(shared_.k_full, tile), stage = tile % c.stages;
             mbarrier_wait(in_ring(shared_.k_empty, tile), parity(shared_.k_empty, tile) ^ 1);
+            __syncwarp();  // else a lane could miss the phase
             if (lane_index() > 0) return;
             load_keys<c.key_tile, c.head_dim>(shared_.k[stage], maps_.k, full, rows, note.first);
             for (uint32_t& keys : shared_.bad_keys[stage]) keys = 0;
@@ -129,6 +130,7 @@ class QueryGradientProducer {
     __device__ void copy_values() {
         copy_tiles<false>([&](const KeyRows& rows, uint32_t tile, Position first) {
             mbarrier_wait(in_ring(shared_.v_empty, tile), parity(shared_.v_empty, tile) ^ 1);
+            __syncwarp();
             if (lane_index() > 0) return;
             load_keys<c.key_tile, c.values()>(shared_.v[tile % Shared::kValues], maps_.v,
                                               in_ring(shared_.v_full, tile), rows, first);
