@@ -12,13 +12,11 @@ namespace flash::cuda {
 
 class TileOrder {
   public:
-    // All at least 1. section * tiles below 2^31.
-    TileOrder(uint32_t tiles, int64_t heads, int64_t section)
-        : TileOrder(tiles, heads, section, section > 1 ? 2 * section : 1) {}
-    // last: so many heads at least are in the last section, which is no smaller than others.
-    TileOrder(uint32_t tiles, int64_t heads, int64_t section, int64_t last)
+    // All at least 1. section * tiles below 2^31. last: so many heads at least are in the last section, which
+    // is no smaller than others; 0: two sections' worth.
+    TileOrder(uint32_t tiles, int64_t heads, int64_t section, int64_t last = 0)
         : section_(uint32_t(section < heads ? section : heads)),
-          last_(uint32_t(before_last(heads, section_.divisor, last > section ? last : section))),
+          last_(uint32_t(before_last(heads, section_.divisor, least(section, last)))),
           rest_(uint32_t(heads - int64_t(last_) * section_.divisor)),
           blocks_(tiles * section_.divisor) {}
 
@@ -38,6 +36,10 @@ class TileOrder {
     }
 
   private:
+    static int64_t least(int64_t section, int64_t last) {
+        if (last == 0) return section > 1 ? 2 * section : 1;
+        return last > section ? last : section;
+    }
     static int64_t before_last(int64_t heads, int64_t section, int64_t last) {
         return heads > last ? (heads - last) / section : 0;
     }

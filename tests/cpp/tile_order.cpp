@@ -34,8 +34,7 @@ int main() {
     for (int turn = 0; turn < 2000; ++turn) {
         const uint32_t tiles = 1 + random() % 20, heads = 1 + random() % 40, section = 1 + random() % 50;
         const uint32_t least = turn % 2 ? 1 + random() % 60 : 0;  // of the last section; 0: as it is
-        const TileOrder order =
-            least ? TileOrder(tiles, heads, section, least) : TileOrder(tiles, heads, section);
+        const TileOrder order(tiles, heads, section, least);
         std::vector<int> seen(tiles * heads, 0);
         const uint32_t together = std::min(section, heads), rest = order.last_section();
         const uint32_t wanted = least ? std::max(least, section) : section > 1 ? 2 * section : 1;

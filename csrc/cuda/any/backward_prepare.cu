@@ -149,7 +149,9 @@ __global__ void __launch_bounds__(kThreads) attention_clear(uint4* data, int64_t
         data[i] = uint4{};
 }
 
-void launch_delta(const BackwardProblem& problem, const AlignedStatistics& to, const Launch& launch) {
+}  // namespace
+
+void compute_delta(const BackwardProblem& problem, const AlignedStatistics& to, const Launch& launch) {
     const ForwardProblem& forward = problem.forward;
     const int64_t batches = forward.cu_seqlens_q ? 1 : forward.batch;
     dispatch_dtype(forward.dtype, [&]<DType dtype>() {
@@ -168,20 +170,15 @@ void launch_delta(const BackwardProblem& problem, const AlignedStatistics& to, c
     });
 }
 
-}  // namespace
-
-void compute_delta(const BackwardProblem& problem, const AlignedStatistics& to, const Cleared& cleared,
-                   const Launch& launch) {
-    // A kernel of its own, which the other one overlaps; cudaMemsetAsync would have to end before.
-    const int64_t count = cleared.bytes / int64_t(sizeof(uint4)), blocks = (count + kThreads - 1) / kThreads;
-    launch_kernel("attention_clear", attention_clear,
-                  std::min<int64_t>(blocks, 8 * launch.device.multiprocessors), kThreads, 0, launch,
-                  static_cast<uint4*>(cleared.data), count);
-    launch_delta(problem, to, launch.overlapping());
+void compute_delta(const BackwardProblem& problem, const Launch& launch) {
+    compute_delta(problem, {}, launch);
 }
 
-void compute_delta(const BackwardProblem& problem, const Launch& launch) {
-    launch_delta(problem, {}, launch);
+void clear(void* data, int64_t bytes, const Launch& launch) {
+    const int64_t count = bytes / int64_t(sizeof(uint4)), blocks = (count + kThreads - 1) / kThreads;
+    launch_kernel("attention_clear", attention_clear,
+                  std::min<int64_t>(blocks, 8 * launch.device.multiprocessors), kThreads, 0, launch,
+                  static_cast<uint4*>(data), count);
 }
 
 }  // namespace flash::cuda

@@ -154,17 +154,14 @@ class RowTiling {
           uniform_(fills_batch(problem) && cuts_.block == cuts_.tile),
           tiles_(uint32_t(at_least_1(axis.cu_seqlens ? packed_.slots() : cuts_.count()))),
           all_heads_(axis.heads * (axis.cu_seqlens ? 1 : problem.batch)),
-          order_(order_of(at_least_1(all_heads_), std::max(least_heads, heads_with(least_tiles)),
-                          heads_with(last_tiles))),
+          order_(tiles_, at_least_1(all_heads_), std::max(least_heads, heads_with(least_tiles)),
+                 heads_with(last_tiles)),
           heads_(uint32_t(at_least_1(axis.heads))),
           group_(uint32_t(group_of(problem))),
           count_((axis.cu_seqlens ? packed_.slots() : cuts_.count()) * all_heads_) {}
 
     static int64_t at_least_1(int64_t count) { return count > 1 ? count : 1; }
     int64_t heads_with(int64_t tiles) const { return (tiles + tiles_ - 1) / tiles_; }
-    TileOrder order_of(int64_t heads, int64_t section, int64_t last) const {
-        return last > 0 ? TileOrder(tiles_, heads, section, last) : TileOrder(tiles_, heads, section);
-    }
 
     // Of a query and its output's gradient, of a key and its value.
     static int64_t row_bytes(const ForwardProblem& problem) {

@@ -16,13 +16,10 @@ struct AlignedStatistics {
     AlignedRows rows;
     uint32_t* not_finite;
 };
-// Clears what is `cleared`, too, a multiple of 16 bytes, among which not_finite may be. From Hopper on.
-struct Cleared {
-    void* data;
-    int64_t bytes;
-};
-void compute_delta(const BackwardProblem& problem, const AlignedStatistics& to, const Cleared& cleared,
-                   const Launch& launch);
+void compute_delta(const BackwardProblem& problem, const AlignedStatistics& to, const Launch& launch);
+// So many bytes, a multiple of 16, become zero. compute_delta may overlap it, also if not_finite is among
+// them; cudaMemsetAsync would have to end before.
+void clear(void* data, int64_t bytes, const Launch& launch);
 
 void pack_mask(const MaskPacking& packing, const Launch& launch);
 

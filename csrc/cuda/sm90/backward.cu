@@ -214,7 +214,8 @@ void launch(const BackwardProblem& problem, const Launch& launch) {
         const int64_t rows = (forward.cu_seqlens_q ? 1 : forward.batch) * forward.rows_q;
         set_zero(problem.dq.data, rows * forward.heads_q * forward.head_dim * 2, FLASH_KERNEL_NAME, launch);
     }
-    compute_delta(problem, statistics, {zeros, sums - zeros + zero_sums}, launch);
+    clear(zeros, sums - zeros + zero_sums, launch);
+    compute_delta(problem, statistics, launch.overlapping());
     constexpr int query_tile = kConfiguration.query_tile, key_tile = kConfiguration.key_tile;
     // By a counter, since blocks in step would add to the same sums at the same time; strictly, since blocks
     // wait for those that take tiles before them.

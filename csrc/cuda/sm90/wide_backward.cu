@@ -120,7 +120,8 @@ void launch(const BackwardProblem& problem, const Launch& launch) {
     char* const workspace = counters + 2 * padded(TileQueue::workspace_bytes);
     const StatisticsSpace space(forward);
     const AlignedStatistics statistics = space.at(workspace);
-    compute_delta(problem, statistics, {workspace + space.zeros(), space.bytes() - space.zeros()}, launch);
+    clear(workspace + space.zeros(), space.bytes() - space.zeros(), launch);
+    compute_delta(problem, statistics, launch.overlapping());
     const float unit = score_unit(forward, kConfiguration.transformed);
     constexpr int query_tile = kConfiguration.query_tile, key_tile = kConfiguration.key_tile;
     const BackwardMaps maps = maps_of(problem, statistics, kDType, query_tile, key_tile, false);
