@@ -12,7 +12,7 @@
 // For long sequences one block would be at a unit for long, and little is gained; and where heads go in large
 // sections, so many units are begun at once that the cache doesn't hold them. Then all units have places,
 // cleared at the start, and finish_dq rounds them. (On sm90 mostly beside the walk: sm90/dq_zeros.cuh,
-// sm90/dq_finish.cuh. There blocks mostly know which addition is the first and which the last:
+// sm90/dq_finish.cuh. There blocks often know which addition is the first:
 // sm90/backward_dq.cuh.)
 #pragma once
 
@@ -76,6 +76,8 @@ class DqSums {
     }
 
     int64_t tiles() const { return units_ * unit_tiles_.divisor; }
+    // How many tiles of keys add to a unit.
+    __device__ __forceinline__ uint32_t sharers() const { return sharers_; }
     // How many tiles the walk does not finish.
     int64_t unfinished_tiles() const { return in_walk_ ? 0 : tiles(); }
 

@@ -53,11 +53,12 @@ __global__ void __launch_bounds__(kConfiguration.threads, 1)
         BackwardProducer<kDType, kConfiguration> producer(problem, maps, statistics, queue, dq_sums, order,
                                                           shared);
         if (warp < kConfiguration.warpgroups) {
-            DqAdder<kDType, kConfiguration> adder(dq_sums, turns, shared, warp);
+            DqAdder<kDType, kConfiguration> adder(dq_sums, turns, order == BackwardOrder::turns, shared,
+                                                  warp);
             if constexpr (kInWalk)
                 adder.add_up();
             else if (walks())
-                adder.add_to_zeros();
+                adder.add_to_sums();
         } else if (warp == kConfiguration.warpgroups) {
             if (walks()) producer.template run<false>();
             if constexpr (!kInWalk) finisher.load();
@@ -80,8 +81,6 @@ const char* why_not(const BackwardProblem& whole, const Device&) {
     if (const char* lack = lacks(problem, kConfiguration.transformed, kConfiguration.biased)) return lack;
     if (kConfiguration.biased && problem.softcap != 0) return "it has no softcap beside a bias";
     const BlockLists& lists = problem.query_blocks;
-    if (problem.seqlen_k > kConfiguration.key_tile * int64_t(DqTurn::kMost) && problem.deterministic)
-        return "with so many keys it adds dQ up in no fixed order";
     if (lists.counts && problem.deterministic) return "with a map of blocks it adds dQ up in no fixed order";
     if (lists.counts &&
         (lists.column_block % kConfiguration.query_tile != 0 || lists.row_block < kConfiguration.key_tile))
@@ -106,7 +105,7 @@ bool does_whole_units(const ForwardProblem& problem, const Device& device) {
     if (!every_query_sees_keys(problem) || problem.window_left >= 0) return false;
     const int64_t units = problem.batch * problem.heads_k;
     const int64_t blocks = device.multiprocessors, rounds = (units + blocks - 1) / blocks;
-    const int64_t unit_bytes = RowTiling::group_of(problem) * problem.seqlen_q * kConfiguration.columns() * 8;
+    const int64_t unit_bytes = RowTiling::group_of(problem) * problem.seqlen_q * kConfiguration.head_dim * 8;
     const bool fits = blocks * unit_bytes < device.l2_bytes * (problem.window_right >= 0 ? 5 : 3) / 4;
     return fits && units * 10 >= rounds * blocks * 9;
 }
@@ -123,51 +122,67 @@ struct Walk {
         : order(order_of(problem, device)),
           keys(tiling(problem, device)),
           dq_sums(sums(problem, device)),
-          dq_zeros(in_walk() ? DqZeros() : DqZeros(keys, device.multiprocessors)),
-          dq_finish(in_walk() ? DqFinish() : finish(problem, device)) {}
+          dq_zeros(whole_units() ? DqZeros() : DqZeros(keys, device.multiprocessors)),
+          dq_finish(whole_units() ? DqFinish() : finish(problem, device)) {
+        if (stores_first() && keys.count() > 0 && every_query_sees_keys(problem)) dq_zeros.leave_out();
+    }
 
-    bool in_walk() const { return order != BackwardOrder::by_length; }
     bool whole_units() const { return order == BackwardOrder::whole_units; }
-    bool has_turns() const { return order == BackwardOrder::turns; }
+    // The last keys' tiles store sums.
+    bool stores_first() const {
+        return order == BackwardOrder::turns || order == BackwardOrder::stores_first;
+    }
     int64_t blocks(const Device& device) const {
         const int64_t walkers = whole_units() ? keys.heads() : keys.count();
         const int64_t least = dq_sums.unfinished_tiles() > 0;  // dQ is zero where there are no keys
         return std::min<int64_t>(std::max(walkers, least) + dq_finish.blocks(), device.multiprocessors);
     }
     int64_t turns_bytes() const {
-        const int64_t tiles = keys.heads() * dq_sums.unit_tiles().divisor;
-        return has_turns() ? padded(tiles * kConfiguration.warpgroups * int64_t(sizeof(uint32_t))) : 0;
+        return stores_first() ? padded(keys.heads() * keys.tiles() * 2 * int64_t(sizeof(uint32_t))) : 0;
     }
 
   private:
     static BackwardOrder order_of(const ForwardProblem& problem, const Device& device) {
         if (has_map(problem)) return BackwardOrder::by_length;
         if (does_whole_units(problem, device)) return BackwardOrder::whole_units;
-        // Under a diagonal blocks come in turns by themselves, if they begin so. For long sequences, and
-        // where many blocks share a head, it takes longer to tell each other than to clear sums and to finish
-        // them.
-        const bool shares = problem.batch * problem.heads_q * 5 < device.multiprocessors * 3;
-        const bool pays =
-            problem.window_right >= 0 && !shares && problem.seqlen_k * kConfiguration.head_dim <= 1 << 16;
-        return problem.deterministic || pays ? BackwardOrder::turns : BackwardOrder::by_length;
+        if (problem.deterministic) return BackwardOrder::turns;
+        // Where sequences are long or heads few, to wait for each other takes longer than to clear sums.
+        // Under a diagonal blocks come in turns by themselves, if they begin so.
+        const bool are_few = problem.batch * problem.heads_q * 2 < device.multiprocessors * 3;
+        if (are_few || !every_query_sees_keys(problem)) return BackwardOrder::by_length;
+        if (problem.window_right >= 0 && problem.seqlen_k <= 1024) return BackwardOrder::turns;
+        return sees_all(problem) && problem.seqlen_k * kConfiguration.head_dim <= 1 << 16
+                   ? BackwardOrder::stores_first
+                   : BackwardOrder::by_length;
+    }
+    static bool sees_all(const ForwardProblem& problem) {
+        return problem.window_right < 0 && problem.window_left < 0 && !problem.cu_seqlens_q &&
+               !problem.cu_seqlens_k && !has_map(problem);
     }
 
-    // Where all see all, a unit's blocks have to begin one after the other: so many heads go together that
-    // those which begin at the same time add to different sums, two tiles for each that runs.
+    // Blocks that begin together should add to the same sums no more often than they keep apart by
+    // themselves: under a diagonal by the queries that one tile of keys sees and the next one doesn't.
     RowTiling tiling(const ForwardProblem& problem, const Device& device) const {
         const bool all = problem.window_right < 0 && problem.window_left < 0;
-        return has_turns() ? RowTiling::of_keys_together(problem, kConfiguration.key_tile,
-                                                         all ? 2 * device.multiprocessors : 1)
-                           : RowTiling::of_keys_soon_done(problem, kConfiguration.key_tile,
-                                                          device.l2_bytes / 3, device.multiprocessors);
+        const bool crowd = all || kConfiguration.query_tile == kConfiguration.key_tile;
+        switch (order) {
+            case BackwardOrder::turns:
+                return RowTiling::of_keys_together(problem, kConfiguration.key_tile,
+                                                   crowd ? device.multiprocessors : 1);
+            case BackwardOrder::stores_first:
+                return RowTiling::of_keys_together(problem, kConfiguration.key_tile,
+                                                   device.multiprocessors / 2);
+            default:
+                return RowTiling::of_keys_soon_done(problem, kConfiguration.key_tile, device.l2_bytes / 3,
+                                                    device.multiprocessors);
+        }
     }
 
     // So many blocks finish dQ as keep up with those that walk (a block 40 to 60 GB/s); where all tiles take
     // the same time, no more than would be idle in the last round.
     DqFinish finish(const ForwardProblem& problem, const Device& device) const {
         const int64_t blocks = device.multiprocessors, tiles = std::max<int64_t>(keys.count(), 1);
-        const bool equal = problem.window_right < 0 && problem.window_left < 0 && !problem.cu_seqlens_q &&
-                           !problem.cu_seqlens_k && !has_map(problem);
+        const bool equal = sees_all(problem);
         const int64_t rounds = (tiles + blocks - 1) / blocks, walkers = (tiles + rounds - 1) / rounds;
         const int64_t enough = 6144 / std::max<int64_t>(problem.seqlen_k, 1);
         const int64_t finishers = std::min({enough, (blocks + 14) / 16, equal ? blocks - walkers : blocks});
@@ -181,8 +196,8 @@ struct Walk {
         const float scale = float(problem.softmax_scale);
         const int64_t units = keys.heads();
         const int64_t places = whole_units() ? std::min<int64_t>(units, device.multiprocessors) : units;
-        return in_walk() ? DqSums::of_places(queries, group, places, elements, scale)
-                         : DqSums(keys, queries, group, device.multiprocessors, elements, false, scale);
+        return whole_units() ? DqSums::of_places(queries, group, places, elements, scale)
+                             : DqSums(keys, queries, group, device.multiprocessors, elements, false, scale);
     }
 };
 
@@ -206,14 +221,10 @@ void launch(const BackwardProblem& problem, const Launch& launch) {
     char* const zeros_counters = finish_counter + padded(walk.dq_finish.bytes());
     char* const sums = zeros_counters + padded(walk.dq_zeros.bytes());
     char* const zeros = workspace + space.zeros();
-    const int64_t zero_sums = walk.in_walk() ? 0 : walk.dq_sums.bytes_of(walk.dq_zeros.lead());
+    const int64_t zero_sums = walk.whole_units() ? 0 : walk.dq_sums.bytes_of(walk.dq_zeros.lead());
     walk.dq_finish.lie_at(finish_counter);
     walk.dq_zeros.lie_at(zeros_counters);
     walk.dq_sums.lie_at(sums);
-    if (walk.in_walk() && !every_query_sees_keys(forward)) {  // nobody comes to tiles that see none
-        const int64_t rows = (forward.cu_seqlens_q ? 1 : forward.batch) * forward.rows_q;
-        set_zero(problem.dq.data, rows * forward.heads_q * forward.head_dim * 2, FLASH_KERNEL_NAME, launch);
-    }
     clear(zeros, sums - zeros + zero_sums, launch);
     compute_delta(problem, statistics, launch.overlapping());
     constexpr int query_tile = kConfiguration.query_tile, key_tile = kConfiguration.key_tile;
@@ -225,10 +236,11 @@ void launch(const BackwardProblem& problem, const Launch& launch) {
         maps_of(problem, statistics, kDType, query_tile, key_tile, kConfiguration.biased);
     const KeyGradientMaps gradients{output_map(keys_of(forward, problem.dk, forward.head_dim), kDType),
                                     output_map(keys_of(forward, problem.dv, forward.head_dim_v), kDType)};
-    launch_kernel(FLASH_KERNEL_NAME, walk.in_walk() ? attention_backward<true> : attention_backward<false>,
+    launch_kernel(FLASH_KERNEL_NAME,
+                  walk.whole_units() ? attention_backward<true> : attention_backward<false>,
                   walk.blocks(launch.device), kConfiguration.threads, sizeof(Shared), launch.overlapping(),
                   problem, maps, gradients, statistics, queue, walk.dq_sums, walk.dq_zeros,
-                  walk.has_turns() ? reinterpret_cast<uint32_t*>(turns) : nullptr, walk.order,
+                  walk.stores_first() ? reinterpret_cast<uint32_t*>(turns) : nullptr, walk.order,
                   score_unit(forward, kConfiguration.transformed), walk.dq_finish);
     if constexpr (kConfiguration.biased)
         if (problem.dbias.data) FLASH_BIAS_GRADIENT(problem, statistics, launch);

@@ -1,9 +1,9 @@
 // dQ of Hopper's backward. Blocks have what a tile of keys adds to dQ added to sums in device memory
-// (../any/dq_sums.cuh). Those of a unit do it in turns, the last keys first, so that the sums do not depend
-// on time: the first one stores, and the last one gets the sums back and adds, rounds and stores in
-// registers. Sums then need not be cleared nor finished. A block that does all tiles of a unit has no turn to
-// wait for; others hardly have to, if they begin in the same order. Under a map of blocks nobody knows whose
-// turn it is: sums are cleared before, and dq_finish.cuh makes dQ of them.
+// (../any/dq_sums.cuh), of which dq_finish.cuh makes dQ. Sums are cleared before, or the last keys' tile that
+// sees a query stores them, for which the others wait. In turns each waits for the next keys' tile, so that
+// the sums do not depend on time; under a diagonal hardly for long, if all begin in the same order. Under a
+// map of blocks nobody knows who is first or next. A block that does all tiles of a unit waits for nobody,
+// gets the last sums back, and adds, rounds and stores in registers.
 #pragma once
 
 #include "backward_producer.cuh"
@@ -14,84 +14,58 @@ namespace flash::cuda::sm90 {
 template <DType dtype, BackwardConfiguration c>
 using Dq = DqTile<dtype, c.query_tile, c.head_dim, c.consumers / 32, c.query_tile / 16>;
 
-// Which of the additions to a tile of queries is the block's, and of how many.
-class DqTurn {
-  public:
-    static constexpr uint32_t kMost = 0xffff;
-
-    __device__ __forceinline__ DqTurn(uint32_t mine, uint32_t count) : packed_(mine << 16 | count) {}
-    __device__ __forceinline__ explicit DqTurn(uint32_t packed) : packed_(packed) {}
-
-    __device__ __forceinline__ uint32_t packed() const { return packed_; }
-    __device__ __forceinline__ uint32_t mine() const { return packed_ >> 16; }
-    __device__ __forceinline__ bool begins() const { return mine() == 0; }
-    __device__ __forceinline__ bool finishes() const { return mine() + 1 == (packed_ & 0xffff); }
-
-  private:
-    uint32_t packed_;  // registers are few
-};
-
 // A warp for each warpgroup, which has its part of every dQ added to the sums. A consumer that did that
 // itself would wait until the copy engine can read what it stored. What such a warp reads in shared memory or
 // spills it waits for as long as products do, and it has but 24 registers.
 template <DType dtype, BackwardConfiguration c>
 class DqAdder {
   public:
-    // turns: for every tile of queries and warpgroup, how many additions are done, 0 at the start; or
-    // nullptr.
-    __device__ __forceinline__ DqAdder(const DqSums& dq_sums, uint32_t* turns, BackwardShared<c>& shared,
-                                       int warpgroup)
-        : dq_sums_(dq_sums), turns_(turns), shared_(shared), warpgroup_(warpgroup) {}
+    // turns: for each tile of keys two numbers, of tiles of queries to which its even and its odd additions
+    // are done, 0 at the start; or nullptr. strict: tiles of keys wait for the next keys' additions, else
+    // for the last keys' alone.
+    __device__ __forceinline__ DqAdder(const DqSums& dq_sums, uint32_t* turns, bool strict,
+                                       BackwardShared<c>& shared, int warpgroup)
+        : dq_sums_(dq_sums), turns_(turns), strict_(strict), shared_(shared), warpgroup_(warpgroup) {}
 
-    // Whatever tiles of queries the blocks visit.
-    __device__ __forceinline__ void add_to_zeros() {
+    // To sums that are finished when they are complete.
+    __device__ __forceinline__ void add_to_sums() {
+        if (turns_ && warpgroup_ == 0 && lane_index() < c.warpgroups) mbarrier_arrive(empty(lane_index()));
         for_each_plan([&](const BackwardPlan& plan) {
             fence_async_proxy_of_memory();  // who made the plan has waited for the zeros
-#pragma unroll 1
-            for (bool last = false; !last; ++n_) {
-                if (lane_index() == 0) mbarrier_arrive(empty());
-                await_dq();
-                const DqNote note = shared_.dq_notes[n_ % kDqNotes];
-                last = note.last;
-                const uint32_t tile = plan.first_dq_tile + note.head * dq_sums_.tiles_of_head();
-                add(sums_at(dq_sums_.index(plan.place.head, tile + note.first / c.query_tile)), false);
-            }
+            if (turns_)
+                add_in_turns(plan);
+            else
+                add_to_zeros(plan);
         });
     }
 
-    // The first addition stores, and the last one makes dQ. Blocks wait for those of later keys, which have
-    // to have taken their tiles before; without turns the block does all tiles of a unit itself.
+    // Where the block does all tiles of a unit: the first addition stores, and the last one makes dQ.
     __device__ __forceinline__ void add_up() {
         for_each_plan([&](const BackwardPlan& plan) {
-            const uint32_t of_head = plan.query_tiles;
-            // index: of the tile, among all sums and turns; i: among the head's that are visited.
-            uint32_t i = 0, index = dq_sums_.index(turns_ ? plan.place.head : blockIdx.x,
-                                                   plan.first_dq_tile + plan.first_query_tile);
-            uint32_t turns_of_32 = 0, added = kNone;
+            const uint32_t of_head = plan.query_tiles, alone = plan.alone;
+            const bool finishes = plan.tile.first == 0;  // every query sees those keys
+            uint32_t i = 0, index = dq_sums_.index(blockIdx.x, plan.first_dq_tile + plan.first_query_tile);
 #pragma unroll 1
             for (int heads = plan.tile.group; heads > 0; ++n_) {
-                if (i % 32 == 0) turns_of_32 = turns_from(plan, i);
-                const DqTurn turn(__shfl_sync(0xffffffff, turns_of_32, i % 32));
-                if (!turn.finishes()) make_room(DqEnd::none);
-                if (turns_) {
-                    tell_of(added);
-                    if (!turn.begins()) wait_for(index, turn.mine());
+                const bool begins = i < alone;
+                if (finishes && !begins) {
+                    const uint32_t full = empty(warpgroup_);
+                    if (lane_index() == 0) mbarrier_expect(full, 4 * kBytes);
+                    __syncwarp();
+                    if (copies(warpgroup_)) bulk_load(staging(), sums_at(index), kBytes, full);
                 }
-                if (turn.finishes()) {
-                    if (!turn.begins()) {
-                        if (lane_index() == 0) mbarrier_expect(empty(), 4 * kBytes);
-                        __syncwarp();
-                        if (lane_index() < 4) bulk_load(staging(), sums_at(index), kBytes, empty());
-                    }
-                    make_room(turn.begins() ? DqEnd::alone : DqEnd::with_sums);
+                if (lane_index() == 0) {
+                    shared_.dq_ends[warpgroup_] = !finishes ? DqEnd::none
+                                                  : begins  ? DqEnd::alone
+                                                            : DqEnd::with_sums;
+                    mbarrier_arrive(empty(warpgroup_));
                 }
-                await_dq();
-                if (!turn.finishes()) add(sums_at(index), turn.begins());
-                added = turn.finishes() ? kNone : index;
+                __syncwarp();
+                await_dq(warpgroup_);
+                if (!finishes) add(warpgroup_, sums_at(index), begins);
                 ++index;
                 if (++i == of_head) i = 0, index += dq_sums_.tiles_of_head() - of_head, --heads;
             }
-            if (turns_) tell_of(added);
         });
     }
 
@@ -100,13 +74,17 @@ class DqAdder {
     // DqTile counts a warp's columns first, warpgroups divide what is left of the columns last.
     static constexpr int kWarps = c.consumers / 32, kRowWarps = kWarps / Dq::column_warps;
     static constexpr uint32_t kBytes = Dq::warp_elements * 4;  // of a warp's part of dQ
-    static constexpr uint32_t kNone = ~0u;
 
-    __device__ __forceinline__ uint32_t empty() const {
-        return shared_address(&shared_.dq_empty[warpgroup_]);
+    __device__ __forceinline__ uint32_t empty(int warpgroup) const {
+        return shared_address(&shared_.dq_empty[warpgroup]);
     }
-    // A lane of the first four has a warp's part of dQ copied.
-    __device__ __forceinline__ int warp() const { return warpgroup_ * 4 + lane_index() % 4; }
+    // A lane has the part of dQ copied that a warp of a warpgroup made.
+    __device__ __forceinline__ static int warp() {
+        return lane_index() % (c.consumers / 32);
+    }
+    __device__ __forceinline__ static bool copies(int warpgroup) {
+        return lane_index() / 4 == warpgroup;
+    }
     __device__ __forceinline__ uint32_t staging() const {
         return shared_address(shared_.dq) + warp() * kBytes;
     }
@@ -114,20 +92,64 @@ class DqAdder {
         const int place = warp() % kRowWarps * Dq::column_warps + warp() / kRowWarps;
         return dq_sums_.at(index) + place * Dq::warp_elements;
     }
-    __device__ __forceinline__ uint32_t* turns_at(uint32_t index) const {
-        return turns_ + index * int64_t(c.warpgroups) + warpgroup_;
+
+    // In no fixed order, whatever tiles of queries the blocks visit.
+    __device__ __forceinline__ void add_to_zeros(const BackwardPlan& plan) {
+#pragma unroll 1
+        for (bool last = false; !last; ++n_) {
+            if (lane_index() == 0) mbarrier_arrive(empty(warpgroup_));
+            await_dq(warpgroup_);
+            const DqNote note = shared_.dq_notes[n_ % kDqNotes];
+            last = note.last;
+            const uint32_t tile = plan.first_dq_tile + note.head * dq_sums_.tiles_of_head();
+            add(warpgroup_, sums_at(dq_sums_.index(plan.place.head, tile + note.first / c.query_tile)),
+                false);
+        }
     }
 
-    // Of 32 tiles of queries, a lane's each, from the i-th on that the plan visits. Tiles of keys add in
-    // descending order.
-    __device__ __forceinline__ static uint32_t turns_from(const BackwardPlan& plan, uint32_t i) {
-        const Mask& mask = plan.mask;
-        const Position tile = plan.first_query_tile + i + lane_index();
-        const Position first_query = min(tile * c.query_tile, mask.seqlen_q - 1);
-        const Position last_query = min(first_query + c.query_tile, mask.seqlen_q) - 1;
-        const uint32_t first = uint32_t(mask.keys_of(first_query).begin) / c.key_tile;
-        const uint32_t last = uint32_t(mask.keys_of(last_query).end - 1) / c.key_tile;
-        return DqTurn(last - uint32_t(plan.tile.first) / c.key_tile, last - first + 1).packed();
+    // To wait for others and to tell them takes longer than a step. So each of the two warps looks after both
+    // warpgroups' parts of every other tile of queries.
+    __device__ __forceinline__ void add_in_turns(const BackwardPlan& plan) {
+        const uint32_t tile = plan.place.head * dq_sums_.sharers() + plan.place.tile;
+        uint32_t* const done = turns_ + tile * int64_t(2);
+        const uint32_t before = (strict_ ? 1 : plan.place.tile) * 2;
+        const uint32_t mine = (n_ ^ warpgroup_) % 2;
+        const uint32_t of_head = plan.query_tiles, alone = plan.alone, behind = plan.behind;
+        const bool tells = strict_ || alone > 0;
+        uint32_t index = dq_sums_.index(plan.place.head, plan.first_dq_tile + plan.first_query_tile);
+        uint32_t i = 0, wanted = 0, seen = 0;
+#pragma unroll 1
+        for (int heads = plan.tile.group; heads > 0; ++n_) {
+            const bool begins = i < alone;
+            if (!begins) ++wanted;
+            if (n_ % 2 == warpgroup_) {
+                if (!begins && seen < (wanted + 1) / 2) {
+                    const uint32_t* const theirs = done - before + (wanted + 1) % 2;
+                    while ((seen = load_acquire(theirs)) < (wanted + 1) / 2) __nanosleep(20);
+                    fence_async_proxy_of_memory();
+                }
+                // Each phase of dq_full has to be seen by the one or the other.
+                if (n_ > 0) mbarrier_wait(shared_address(&shared_.dq_relay[warpgroup_]), (n_ - 1) / 2 % 2);
+                __syncwarp();
+#pragma unroll
+                for (int part = c.warpgroups - 1; part >= 0; --part) {  // the second one's is there first
+                    await_dq(part);
+                    add(part, sums_at(index), begins);
+                    if (lane_index() == 0) mbarrier_arrive(empty(part));
+                }
+                if (lane_index() == 0) mbarrier_arrive(shared_address(&shared_.dq_relay[warpgroup_ ^ 1]));
+                if (tells) {
+                    await_addition();
+                    if (lane_index() == 0) add_release(done + mine, 1);
+                }
+            }
+            ++index;
+            if (++i == of_head) {
+                i = 0, index += dq_sums_.tiles_of_head() - of_head, wanted += behind;
+                seen = 0;  // of another number, perhaps
+                --heads;
+            }
+        }
     }
 
     template <class Visit>
@@ -143,34 +165,13 @@ class DqAdder {
         }
     }
 
-    // Until so many additions are in device memory.
-    __device__ __forceinline__ void wait_for(uint32_t index, uint32_t additions) const {
-        const uint32_t* const done = turns_at(index);
-        while (load_acquire(done) < additions) __nanosleep(20);
-        fence_async_proxy_of_memory();
-    }
-    // When the addition to the tile is in device memory. For this warp it is earlier than for others, who may
-    // miss some of it unless they are told by a release, slow as that is.
-    __device__ __forceinline__ void tell_of(uint32_t index) const {
-        if (index == kNone) return;
-        await_addition();
-        if (lane_index() == 0) add_release(turns_at(index), 1);
-    }
-
-    __device__ __forceinline__ void make_room(DqEnd end) const {
-        if (lane_index() == 0) {
-            shared_.dq_ends[warpgroup_] = end;
-            mbarrier_arrive(empty());
-        }
-        __syncwarp();
-    }
-    __device__ __forceinline__ void await_dq() const {
-        mbarrier_wait(shared_address(&shared_.dq_full[warpgroup_]), n_ % 2);
+    __device__ __forceinline__ void await_dq(int warpgroup) const {
+        mbarrier_wait(shared_address(&shared_.dq_full[warpgroup]), n_ % 2);
         __syncwarp();
     }
     // When it returns, dQ may be overwritten.
-    __device__ __forceinline__ void add(float* sums, bool begins) const {
-        if (lane_index() < 4) {
+    __device__ __forceinline__ void add(int warpgroup, float* sums, bool begins) const {
+        if (copies(warpgroup)) {
             fence_async_proxy();
             if (begins)
                 bulk_store(sums, staging(), kBytes);
@@ -181,12 +182,13 @@ class DqAdder {
         __syncwarp();
     }
     __device__ __forceinline__ static void await_addition() {
-        if (lane_index() < 4) bulk_wait();
+        bulk_wait();
         __syncwarp();
     }
 
     const DqSums& dq_sums_;
     uint32_t* const turns_;
+    const bool strict_;
     BackwardShared<c>& shared_;
     const int warpgroup_;
     uint32_t n_ = 0;  // tiles of queries so far

@@ -85,7 +85,10 @@ enum class DqEnd { none, alone, with_sums };
 enum class BackwardOrder {
     by_length,    // those that may be longest first
     whole_units,  // a block does all of a unit, the last keys first
-    turns,        // a unit's last keys first; the next tile is taken when one has nearly been walked
+    // A unit's last keys first, which store dQ's sums, and other keys' additions behind them; or, in turns,
+    // behind the next keys'. Then the next tile is taken when one has nearly been walked.
+    stores_first,
+    turns,
 };
 
 // A tile of keys. While the consumers store the gradients of one, the next one's first tiles of queries are
@@ -104,6 +107,10 @@ struct BackwardPlan {
     uint32_t first_dq_tile;                  // of the batch entry, among those of one of the unit's heads
     int first_statistic;                     // of the batch entry's query 0
     uint32_t first_query_tile, query_tiles;  // how many are visited, if no map of blocks leaves some out
+    // Unless by length: so many of those the next keys' tile does not visit, or kNone if it visits nothing;
+    // and it visits so many behind.
+    static constexpr uint32_t kNone = ~0u;
+    uint32_t alone, behind;
     SchedulePlace start, walks[2];
 
     // Blocks of a map that are no whole tiles would be cut into more of them, each for itself; to find what
@@ -129,6 +136,7 @@ struct BackwardPlan {
         const Interval first = mask.queries_of(tile.rows.begin), last = mask.queries_of(tile.rows.end - 1);
         first_query_tile = uint32_t(first.begin) / c.query_tile;
         query_tiles = uint32_t(last.end + c.query_tile - 1) / c.query_tile - first_query_tile;
+        if (order != BackwardOrder::by_length) compare_with_next_keys(c);
         const BlockLists& lists = problem.query_blocks;  // the same for all heads of a group
         start.schedule =
             lists.counts
@@ -138,6 +146,18 @@ struct BackwardPlan {
                 : TileSchedule(first, last, c.query_tile);
         start.next();
         has_queries = start.run.begin < start.run.end;
+    }
+
+  private:
+    __device__ void compare_with_next_keys(const BackwardConfiguration& c) {
+        alone = kNone, behind = 0;
+        const Position next = tile.first + c.key_tile, end = mask.seqlen_k;
+        if (next >= end) return;
+        const Position first_query = mask.queries_of(next).begin,
+                       end_query = mask.queries_of(min(next + c.key_tile, end) - 1).end;
+        if (first_query >= end_query) return;
+        alone = uint32_t(first_query) / c.query_tile - first_query_tile;
+        behind = uint32_t(end_query + c.query_tile - 1) / c.query_tile - (first_query_tile + query_tiles);
     }
 };
 
@@ -225,6 +245,7 @@ struct BackwardShared : BackwardExchange<c> {
     uint64_t empty[c.stages], masked[c.stages];  // masked: empty, for a tile that is masked
     uint64_t dq_full[c.warpgroups];              // a tile of the warpgroup's dQ, or it is finished
     uint64_t dq_empty[c.warpgroups];             // room for it, or the sums to which it is to be added
+    uint64_t dq_relay[2];                        // the other warp that adds has seen the last tile's dq_full
     uint64_t landed;  // copies of tiles that have to be looked at before they are handed on
     DqEnd dq_ends[c.warpgroups];
     QueryNote notes[c.stages];
@@ -273,6 +294,7 @@ struct BackwardShared : BackwardExchange<c> {
         mbarrier_init(shared_address(&k_empty), c.warpgroups * 4 * kWarpArrivals);
         mbarrier_init(shared_address(&v_empty), c.warpgroups * 4 * kWarpArrivals);
         mbarrier_init(shared_address(&landed), 1);
+        for (uint64_t& relay : dq_relay) mbarrier_init(shared_address(&relay), 1);
         for (int i = 0; i < kBackwardPlans; ++i) {
             mbarrier_init(shared_address(&planned[i]), 1);
             mbarrier_init(shared_address(&left[i]), (c.warpgroups * 4 + c.adders() + 1) * kWarpArrivals);
