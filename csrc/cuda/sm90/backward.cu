@@ -106,7 +106,7 @@ bool does_whole_units(const ForwardProblem& problem, const Device& device) {
     const int64_t units = problem.batch * problem.heads_k;
     const int64_t blocks = device.multiprocessors, rounds = (units + blocks - 1) / blocks;
     const int64_t unit_bytes = RowTiling::group_of(problem) * problem.seqlen_q * kConfiguration.head_dim * 8;
-    const bool fits = blocks * unit_bytes < device.l2_bytes * (problem.window_right >= 0 ? 5 : 3) / 4;
+    const bool fits = blocks * unit_bytes < device.l2_bytes * (problem.window_right >= 0 ? 4 : 3) / 4;
     return fits && units * 10 >= rounds * blocks * 9;
 }
 
