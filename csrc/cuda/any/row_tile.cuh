@@ -50,9 +50,13 @@ class RowTiling {
                                        int64_t blocks) {
         if (problem.cu_seqlens_q || problem.cu_seqlens_k || !tiles_differ(problem))
             return of_keys(problem, tile, cache_bytes, blocks);
-        const int64_t tiles = (problem.seqlen_k + tile - 1) / tile;
-        const bool are_long = tiles >= 64, are_few = problem.batch * problem.heads_k * tiles < 10 * blocks;
-        return RowTiling(problem, false, tile, 1, blocks, are_long || are_few ? 2 * blocks : 1);
+        const bool are_few = problem.batch * problem.heads_k * tiles_of_keys(problem, tile) < 10 * blocks;
+        return RowTiling(problem, false, tile, 1, blocks,
+                         are_long(problem, tile) || are_few ? 2 * blocks : 1);
+    }
+    // Tiles of keys of which a head has many.
+    static bool are_long(const ForwardProblem& problem, Position tile) {
+        return tiles_of_keys(problem, tile) >= 64;
     }
     // Whatever the mask, heads that go together have so many tiles.
     static RowTiling of_keys_together(const ForwardProblem& problem, Position tile, int64_t least_tiles) {
@@ -160,6 +164,9 @@ class RowTiling {
           group_(uint32_t(group_of(problem))),
           count_((axis.cu_seqlens ? packed_.slots() : cuts_.count()) * all_heads_) {}
 
+    static int64_t tiles_of_keys(const ForwardProblem& problem, Position tile) {
+        return (problem.seqlen_k + tile - 1) / tile;
+    }
     static int64_t at_least_1(int64_t count) { return count > 1 ? count : 1; }
     int64_t heads_with(int64_t tiles) const { return (tiles + tiles_ - 1) / tiles_; }
 

@@ -127,8 +127,8 @@ void launch(const BackwardProblem& problem, const Launch& launch) {
     const BackwardMaps maps = maps_of(problem, statistics, kDType, query_tile, key_tile, false);
 
     // dQ's kernel fills the end of the other one; behind long walks it need not, and they are slower so.
-    const bool is_short = forward.seqlen_k < 64 * key_tile;
-    const auto tiling = is_short ? RowTiling::of_keys_soon_done : RowTiling::of_keys;
+    const auto tiling =
+        RowTiling::are_long(forward, key_tile) ? RowTiling::of_keys : RowTiling::of_keys_soon_done;
     const RowTiling keys =
         tiling(forward, key_tile, launch.device.l2_bytes / 3, launch.device.multiprocessors);
     const DqSums no_sums = DqSums::of_places(RowTiling::of_queries(forward, query_tile, 0), 1, 1, 0, 1);
