@@ -122,14 +122,11 @@ struct Walk {
         : order(order_of(problem, device)),
           keys(tiling(problem, device)),
           dq_sums(sums(problem, device)),
-          dq_zeros(whole_units() ? DqZeros() : DqZeros(keys, device.multiprocessors)),
-          dq_finish(whole_units() ? DqFinish() : finish(problem, device)) {
-        if (stores_first() && keys.count() > 0 && every_query_sees_keys(problem)) dq_zeros.leave_out();
-    }
+          dq_zeros(zeros(problem, device)),
+          dq_finish(whole_units() ? DqFinish() : finish(problem, device)) {}
 
     bool whole_units() const { return order == BackwardOrder::whole_units; }
-    // The last keys' tiles store sums.
-    bool stores_first() const {
+    bool last_keys_store() const {
         return order == BackwardOrder::turns || order == BackwardOrder::stores_first;
     }
     int64_t blocks(const Device& device) const {
@@ -138,7 +135,7 @@ struct Walk {
         return std::min<int64_t>(std::max(walkers, least) + dq_finish.blocks(), device.multiprocessors);
     }
     int64_t turns_bytes() const {
-        return stores_first() ? padded(keys.heads() * keys.tiles() * 2 * int64_t(sizeof(uint32_t))) : 0;
+        return last_keys_store() ? padded(keys.heads() * keys.tiles() * 2 * int64_t(sizeof(uint32_t))) : 0;
     }
 
   private:
@@ -176,6 +173,11 @@ struct Walk {
                 return RowTiling::of_keys_soon_done(problem, kConfiguration.key_tile, device.l2_bytes / 3,
                                                     device.multiprocessors);
         }
+    }
+
+    DqZeros zeros(const ForwardProblem& problem, const Device& device) const {
+        const bool all_stored = last_keys_store() && keys.count() > 0 && every_query_sees_keys(problem);
+        return whole_units() || all_stored ? DqZeros() : DqZeros(keys, device.multiprocessors);
     }
 
     // So many blocks finish dQ as keep up with those that walk (a block 40 to 60 GB/s); where all tiles take
@@ -240,7 +242,7 @@ void launch(const BackwardProblem& problem, const Launch& launch) {
                   walk.whole_units() ? attention_backward<true> : attention_backward<false>,
                   walk.blocks(launch.device), kConfiguration.threads, sizeof(Shared), launch.overlapping(),
                   problem, maps, gradients, statistics, queue, walk.dq_sums, walk.dq_zeros,
-                  walk.stores_first() ? reinterpret_cast<uint32_t*>(turns) : nullptr, walk.order,
+                  walk.last_keys_store() ? reinterpret_cast<uint32_t*>(turns) : nullptr, walk.order,
                   score_unit(forward, kConfiguration.transformed), walk.dq_finish);
     if constexpr (kConfiguration.biased)
         if (problem.dbias.data) FLASH_BIAS_GRADIENT(problem, statistics, launch);

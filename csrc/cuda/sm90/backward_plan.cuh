@@ -134,8 +134,9 @@ struct BackwardPlan {
         first_dq_tile = dq_sums.first_tile(tile.batch);
         first_statistic = int(statistics.first(tile.batch));
         const Interval first = mask.queries_of(tile.rows.begin), last = mask.queries_of(tile.rows.end - 1);
-        first_query_tile = uint32_t(first.begin) / c.query_tile;
-        query_tiles = uint32_t(last.end + c.query_tile - 1) / c.query_tile - first_query_tile;
+        const Interval tiles = tiles_of({first.begin, last.end}, c);
+        first_query_tile = uint32_t(tiles.begin);
+        query_tiles = uint32_t(tiles.end) - first_query_tile;
         if (order != BackwardOrder::by_length) compare_with_next_keys(c);
         const BlockLists& lists = problem.query_blocks;  // the same for all heads of a group
         start.schedule =
@@ -149,15 +150,20 @@ struct BackwardPlan {
     }
 
   private:
+    __device__ static Interval tiles_of(const Interval& queries, const BackwardConfiguration& c) {
+        return {Position(uint32_t(queries.begin) / c.query_tile),
+                Position(uint32_t(queries.end + c.query_tile - 1) / c.query_tile)};
+    }
     __device__ void compare_with_next_keys(const BackwardConfiguration& c) {
         alone = kNone, behind = 0;
         const Position next = tile.first + c.key_tile, end = mask.seqlen_k;
         if (next >= end) return;
-        const Position first_query = mask.queries_of(next).begin,
-                       end_query = mask.queries_of(min(next + c.key_tile, end) - 1).end;
-        if (first_query >= end_query) return;
-        alone = uint32_t(first_query) / c.query_tile - first_query_tile;
-        behind = uint32_t(end_query + c.query_tile - 1) / c.query_tile - (first_query_tile + query_tiles);
+        const Interval queries{mask.queries_of(next).begin,
+                               mask.queries_of(min(next + c.key_tile, end) - 1).end};
+        if (queries.empty()) return;
+        const Interval tiles = tiles_of(queries, c);
+        alone = uint32_t(tiles.begin) - first_query_tile;
+        behind = uint32_t(tiles.end) - (first_query_tile + query_tiles);
     }
 };
 

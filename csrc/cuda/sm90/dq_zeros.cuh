@@ -4,6 +4,8 @@
 // that nobody waits for it.
 #pragma once
 
+#include <algorithm>
+
 #include "../ptx/counter.h"
 #include "backward_plan.cuh"
 
@@ -26,10 +28,8 @@ class DqZeros {
     // Of counters, zero at the start.
     int64_t bytes() const { return units_ * int64_t(sizeof(uint32_t)); }
     void lie_at(void* workspace) { cleared_ = static_cast<uint32_t*>(workspace); }
-    // No zeros: walks store first summands.
-    void leave_out() { lead_ = units_, needed_ = false; }
     // So many units' sums are zero at the start.
-    int64_t lead() const { return needed_ ? lead_ : 0; }
+    int64_t lead() const { return std::min(lead_, units_); }
 
     // By a warp, before the block adds for a tile of keys.
     __device__ __forceinline__ void await(uint32_t unit) const {
@@ -56,9 +56,8 @@ class DqZeros {
     }
 
     uint32_t units_ = 0;
-    uint32_t sharers_ = 0;  // tiles of keys of a unit
-    uint32_t lead_ = 0;
-    bool needed_ = true;
+    uint32_t sharers_ = 0;         // tiles of keys of a unit
+    uint32_t lead_ = ~0u;          // units before it wait for no zeros
     uint32_t* cleared_ = nullptr;  // of each unit: so many sharers have cleared their share
 };
 
