@@ -28,6 +28,7 @@ CASES = {
     "packed": Case(torch.float16, num_heads=4, num_heads_k=4, head_dim=128, device=DEVICE, **PACK),
     "many tiles": Case(torch.bfloat16, 2, 2000, 2100, 6, 6, 128, device=DEVICE),
     "many tiles, groups, causal": Case(torch.bfloat16, 2, 2000, 2100, 8, 4, 64, causal=True, device=DEVICE),
+    "parts of groups": Case(torch.bfloat16, 2, 2100, 2200, 28, 7, 96, causal=True, device=DEVICE),
     "few queries, many keys": Case(torch.bfloat16, 1, 40, 5000, 2, 1, 64, device=DEVICE),
     "wide, groups, causal": Case(torch.bfloat16, 2, 700, 900, 4, 2, 256, causal=True, device=DEVICE),
     "wide, many tiles": Case(torch.float16, 2, 1500, 1500, 4, 4, 192, device=DEVICE),

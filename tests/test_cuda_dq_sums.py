@@ -49,6 +49,21 @@ def test_tiles_of_many_blocks(head_dim, seqlen_q, seqlen_k, heads, features, det
     case.check(inputs, dlse, case.run(inputs, dlse, deterministic=deterministic))
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("shape", [
+    {"batch": 2, "seqlen_q": 2100, "seqlen_k": 2180, "num_heads": 28, "num_heads_k": 7},
+    {"batch": 4, "seqlen_q": 900, "seqlen_k": 1020, "num_heads": 64, "num_heads_k": 8},
+    {"cu_seqlens_q": (0, 1500, 1500, 4000), "cu_seqlens_k": (0, 1450, 1500, 4100), "num_heads": 64,
+     "num_heads_k": 8}], ids=["2100", "900", "packed"])
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+def test_parts_of_groups(head_dim, shape, deterministic):
+    """On Hopper blocks walk a tile of keys with a part of the group's heads, and hand dK and dV
+    to the next part (csrc/cuda/sm90/group_parts.cuh)."""
+    case = Case(torch.bfloat16, head_dim=head_dim, causal=True, device=DEVICE, **shape)
+    inputs, dlse = case.draw(), case.draw_dlse()
+    case.check(inputs, dlse, case.run(inputs, dlse, deterministic=deterministic))
+
+
 @pytest.mark.parametrize("features", [
     {}, {"causal": True}, {"window_size": (3400, -1)},
     {"cu_seqlens_q": (0, 3700, 4300), "cu_seqlens_k": (0, 3650, 4300)}], ids=str)

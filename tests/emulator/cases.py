@@ -394,3 +394,19 @@ def test_backward_of_more_heads_than_are_cleared_before(head_dim):
     """The sums of later heads' dQ are cleared beside the walk of earlier ones (dq_zeros.cuh)."""
     given = case(HALF, head_dim, 10, 1200, num_heads=7, num_heads_k=7)  # no round number of its blocks
     given.check()
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("lengths", [(1000, 1020, 1, 8), (2050, 2040, 1, 4), (600, 700, 2, 8),
+                                     "packed"], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+def test_backward_of_parts_of_groups(head_dim, lengths, deterministic):
+    """dK and dV are handed from a part of the group's heads to the next (group_parts.cuh)."""
+    if lengths == "packed":
+        ends = (0, 900, 900, 2100)
+        given = Case(HALF, num_heads=8, num_heads_k=1, head_dim=head_dim, causal=True, cu_seqlens_q=ends,
+                     cu_seqlens_k=ends, tail=3)
+    else:
+        seqlen_q, seqlen_k, batch, heads = lengths
+        given = Case(HALF, batch, seqlen_q, seqlen_k, heads, 1, head_dim, causal=True)
+    given.check(actual=given.run(deterministic=deterministic))

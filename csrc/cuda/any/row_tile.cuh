@@ -62,6 +62,15 @@ class RowTiling {
     static RowTiling of_keys_together(const ForwardProblem& problem, Position tile, int64_t least_tiles) {
         return RowTiling(problem, false, tile, 1, least_tiles);
     }
+    // Where heads wait for those so many before them: all of a section are among so many, and sections are no
+    // larger than have so many tiles, or a little more.
+    static RowTiling of_keys_apart(const ForwardProblem& problem, Position tile, int64_t heads_apart,
+                                   int64_t least_tiles) {
+        const RowTiling one_by_one(problem, false, tile, 1, 1);
+        int64_t section = std::min(one_by_one.heads_with(least_tiles), heads_apart);
+        while (heads_apart < 4 * section && heads_apart % section != 0) ++section;
+        return RowTiling(problem, false, tile, section, 1, 1);
+    }
 
     // Query heads of a key head.
     static int64_t group_of(const ForwardProblem& problem) {

@@ -33,7 +33,8 @@ __global__ void __launch_bounds__(kConfiguration.threads, 1)
                        const __grid_constant__ AlignedStatistics statistics,
                        const __grid_constant__ TileQueue queue, const __grid_constant__ DqSums dq_sums,
                        const __grid_constant__ DqZeros dq_zeros, uint32_t* turns, BackwardOrder order,
-                       const __grid_constant__ float score_unit, const __grid_constant__ DqFinish dq_finish) {
+                       const __grid_constant__ float score_unit, const __grid_constant__ DqFinish dq_finish,
+                       const __grid_constant__ GroupParts parts) {
     extern __shared__ __align__(1024) char memory[];
     Shared& shared = *reinterpret_cast<Shared*>(memory);
     if (threadIdx.x == 0) {
@@ -46,12 +47,12 @@ __global__ void __launch_bounds__(kConfiguration.threads, 1)
     __syncthreads();
     // Asked where it is wanted: kept, it takes a register from the products.
     const auto walks = [&] { return kInWalk || dq_finish.block_walks(); };
-    const DqFinisher<kDType, kConfiguration> finisher(problem, dq_sums, dq_finish, shared);
+    const DqFinisher<kDType, kConfiguration> finisher(problem, dq_sums, dq_finish, parts, shared);
     if (threadIdx.x >= kConfiguration.consumers) {
         shrink_registers<kProducerRegisters>();
         const int warp = int(threadIdx.x - kConfiguration.consumers) / 32;
         BackwardProducer<kDType, kConfiguration> producer(problem, maps, statistics, queue, dq_sums, order,
-                                                          shared);
+                                                          parts, shared);
         if (warp < kConfiguration.warpgroups) {
             DqAdder<kDType, kConfiguration> adder(dq_sums, turns, order == BackwardOrder::turns, shared,
                                                   warp);
@@ -70,7 +71,8 @@ __global__ void __launch_bounds__(kConfiguration.threads, 1)
     } else {
         grow_registers<kConsumerRegisters>();
         if (walks())
-            BackwardConsumer<kDType, kConfiguration, kInWalk>(problem, gradients, dq_sums, shared, score_unit)
+            BackwardConsumer<kDType, kConfiguration, kInWalk>(problem, gradients, dq_sums, parts, shared,
+                                                              score_unit)
                 .run();
         if constexpr (!kInWalk) finisher.store();
     }
@@ -113,6 +115,8 @@ bool does_whole_units(const ForwardProblem& problem, const Device& device) {
 // How one launch adds dQ up (backward_dq.cuh), and in which order blocks take tiles of keys.
 struct Walk {
     BackwardOrder order;
+    GroupParts parts;
+    ForwardProblem in_parts;  // as if a part were a key head's whole group
     RowTiling keys;
     DqSums dq_sums;
     DqZeros dq_zeros;
@@ -120,8 +124,10 @@ struct Walk {
 
     Walk(const ForwardProblem& problem, const Device& device)
         : order(order_of(problem, device)),
-          keys(tiling(problem, device)),
-          dq_sums(sums(problem, device)),
+          parts(parts_of(problem, device)),
+          in_parts(parts.of(problem)),
+          keys(tiling(in_parts, device)),
+          dq_sums(sums(in_parts, device)),
           dq_zeros(zeros(problem, device)),
           dq_finish(whole_units() ? DqFinish() : finish(problem, device)) {}
 
@@ -134,6 +140,12 @@ struct Walk {
         const int64_t least = dq_sums.unfinished_tiles() > 0;  // dQ is zero where there are no keys
         return std::min<int64_t>(std::max(walkers, least) + dq_finish.blocks(), device.multiprocessors);
     }
+    int64_t parts_counter_bytes() const {
+        return padded(parts.counter_bytes(keys.tiles(), kConfiguration.consumers / 32));
+    }
+    int64_t parts_bytes() const {
+        return parts.bytes(keys.tiles(), 2 * kConfiguration.key_tile * kConfiguration.head_dim);
+    }
     int64_t turns_bytes() const {
         return last_keys_store() ? padded(keys.heads() * keys.tiles() * 2 * int64_t(sizeof(uint32_t))) : 0;
     }
@@ -145,12 +157,70 @@ struct Walk {
         if (problem.deterministic) return BackwardOrder::turns;
         // Where sequences are long or heads few, to wait for each other takes longer than to clear sums.
         // Under a diagonal blocks come in turns by themselves, if they begin so.
-        const bool are_few = problem.batch * problem.heads_q * 2 < device.multiprocessors * 3;
-        if (are_few || !every_query_sees_keys(problem)) return BackwardOrder::by_length;
+        const bool few_heads = problem.batch * problem.heads_q * 2 < device.multiprocessors * 3;
+        if (few_heads || !every_query_sees_keys(problem)) return BackwardOrder::by_length;
         if (problem.window_right >= 0 && problem.seqlen_k <= 1024) return BackwardOrder::turns;
         return sees_all(problem) && problem.seqlen_k * kConfiguration.head_dim <= 1 << 16
                    ? BackwardOrder::stores_first
                    : BackwardOrder::by_length;
+    }
+    // In how many parts a group is walked (group_parts.cuh). In a row where tiles of keys differ: as few as
+    // give the blocks enough tiles to end together, and leave the cache what blocks that run together share;
+    // but no walk should become so short that its begin and end count. In turns the fewer heads the better.
+    GroupParts parts_of(const ForwardProblem& problem, const Device& device) const {
+        const int64_t group = RowTiling::group_of(problem), blocks = device.multiprocessors;
+        const RowTiling whole = RowTiling::of_keys_together(problem, kConfiguration.key_tile, 1);
+        const int64_t key_heads = std::max<int64_t>(whole.heads(), 1), tiles = whole.count();
+        if (group == 1 || tiles == 0 || whole_units()) return GroupParts::whole(key_heads);
+        const int64_t queries = problem.cu_seqlens_q ? problem.rows_q / std::max<int64_t>(problem.batch, 1)
+                                                     : problem.seqlen_q;
+        if (const int64_t heads = heads_at_once(problem, device, tiles, queries); heads < group)
+            return {group / heads, key_heads, false};
+        const bool in_turns = order == BackwardOrder::turns;
+        const bool by_diagonal =
+            order == BackwardOrder::by_length && has_diagonal(problem) && !has_map(problem);
+        if (!(in_turns || by_diagonal) || are_few(tiles, device)) return GroupParts::whole(key_heads);
+        const int64_t head_bytes = kConfiguration.head_dim * 8;
+        const auto fit = [&](int64_t bytes) { return bytes * 4 <= device.l2_bytes * 5; };
+        const bool all_fit = fit(problem.batch * problem.heads_q * queries * head_bytes);
+        const int64_t together = std::max(problem.seqlen_q, blocks * kConfiguration.key_tile);
+        const auto suffice = [&](int64_t heads) {
+            return by_diagonal && (all_fit || (2 * tiles * group / heads >= 15 * blocks &&
+                                               fit(heads * together * head_bytes)));
+        };
+        int64_t heads = group;
+        for (int64_t fewer = group - 1; fewer > 1 && fewer * queries >= (in_turns ? 2048 : 4096); --fewer)
+            if (group % fewer == 0 && !suffice(heads)) heads = fewer;
+        return {group / heads, key_heads, true};
+    }
+    // Of parts that are walked at once: how many heads of a part end clearly first, or all. Counted in tiles
+    // of queries; a walk's begin and end are ten. Tiles of keys that differ are taken longest first. A
+    // deterministic sum must not depend on how many batch entries there are, nor on other packed sequences.
+    static int64_t heads_at_once(const ForwardProblem& problem, const Device& device, int64_t tiles,
+                                 int64_t queries) {
+        const int64_t group = RowTiling::group_of(problem), blocks = device.multiprocessors;
+        if (problem.deterministic) {
+            if (problem.cu_seqlens_q || problem.cu_seqlens_k || problem.seqlen_k < 4096) return group;
+            tiles /= problem.batch;
+        }
+        if (!are_few(tiles, device)) return group;
+        const int64_t longest = (queries + kConfiguration.query_tile - 1) / kConfiguration.query_tile;
+        const auto time = [&](int64_t heads) {
+            const int64_t walks = tiles * group / heads, steps = heads * longest + 10;
+            if (!has_diagonal(problem)) return (walks + blocks - 1) / blocks * steps;
+            return std::max(steps, walks * (heads * longest / 2 + 10) / blocks);
+        };
+        int64_t best = group;
+        for (int64_t heads = group - 1; heads > 0; --heads)
+            if (group % heads == 0 && time(heads) * 5 < time(best) * 4) best = heads;
+        return best;
+    }
+    // Tiles of keys, so that a part would have to wait for the one before.
+    static bool are_few(int64_t tiles, const Device& device) {
+        return tiles * 4 < device.multiprocessors * 7;
+    }
+    static bool has_diagonal(const ForwardProblem& problem) {
+        return problem.window_right >= 0 && problem.window_left < 0;
     }
     static bool sees_all(const ForwardProblem& problem) {
         return problem.window_right < 0 && problem.window_left < 0 && !problem.cu_seqlens_q &&
@@ -162,17 +232,15 @@ struct Walk {
     RowTiling tiling(const ForwardProblem& problem, const Device& device) const {
         const bool all = problem.window_right < 0 && problem.window_left < 0;
         const bool crowd = all || kConfiguration.query_tile == kConfiguration.key_tile;
-        switch (order) {
-            case BackwardOrder::turns:
-                return RowTiling::of_keys_together(problem, kConfiguration.key_tile,
-                                                   crowd ? device.multiprocessors : 1);
-            case BackwardOrder::stores_first:
-                return RowTiling::of_keys_together(problem, kConfiguration.key_tile,
-                                                   device.multiprocessors / 2);
-            default:
-                return RowTiling::of_keys_soon_done(problem, kConfiguration.key_tile, device.l2_bytes / 3,
-                                                    device.multiprocessors);
-        }
+        const int64_t blocks = device.multiprocessors;
+        const int64_t together = order == BackwardOrder::stores_first      ? blocks / 2
+                                 : order == BackwardOrder::turns && !crowd ? 1
+                                                                           : blocks;
+        if (parts.divide() && parts.in_a_row())
+            return RowTiling::of_keys_apart(problem, kConfiguration.key_tile, parts.key_heads(), together);
+        return last_keys_store() ? RowTiling::of_keys_together(problem, kConfiguration.key_tile, together)
+                                 : RowTiling::of_keys_soon_done(problem, kConfiguration.key_tile,
+                                                                device.l2_bytes / 3, blocks);
     }
 
     DqZeros zeros(const ForwardProblem& problem, const Device& device) const {
@@ -208,8 +276,8 @@ struct Walk {
 int64_t workspace_bytes(const BackwardProblem& problem, const Device& device) {
     const Walk walk(problem.forward, device);
     return padded(TileQueue::workspace_bytes) + StatisticsSpace(problem.forward).bytes() +
-           walk.turns_bytes() + padded(walk.dq_finish.bytes()) + padded(walk.dq_zeros.bytes()) +
-           walk.dq_sums.bytes();
+           walk.turns_bytes() + walk.parts_counter_bytes() + padded(walk.dq_finish.bytes()) +
+           padded(walk.dq_zeros.bytes()) + padded(walk.dq_sums.bytes()) + walk.parts_bytes();
 }
 
 void launch(const BackwardProblem& problem, const Launch& launch) {
@@ -219,7 +287,8 @@ void launch(const BackwardProblem& problem, const Launch& launch) {
     const AlignedStatistics statistics = space.at(workspace);
     Walk walk(forward, launch.device);
     char* const turns = workspace + space.bytes();
-    char* const finish_counter = turns + walk.turns_bytes();
+    char* const parts_counters = turns + walk.turns_bytes();
+    char* const finish_counter = parts_counters + walk.parts_counter_bytes();
     char* const zeros_counters = finish_counter + padded(walk.dq_finish.bytes());
     char* const sums = zeros_counters + padded(walk.dq_zeros.bytes());
     char* const zeros = workspace + space.zeros();
@@ -227,6 +296,7 @@ void launch(const BackwardProblem& problem, const Launch& launch) {
     walk.dq_finish.lie_at(finish_counter);
     walk.dq_zeros.lie_at(zeros_counters);
     walk.dq_sums.lie_at(sums);
+    walk.parts.lie_at(parts_counters, sums + padded(walk.dq_sums.bytes()));
     clear(zeros, sums - zeros + zero_sums, launch);
     compute_delta(problem, statistics, launch.overlapping());
     constexpr int query_tile = kConfiguration.query_tile, key_tile = kConfiguration.key_tile;
@@ -243,7 +313,7 @@ void launch(const BackwardProblem& problem, const Launch& launch) {
                   walk.blocks(launch.device), kConfiguration.threads, sizeof(Shared), launch.overlapping(),
                   problem, maps, gradients, statistics, queue, walk.dq_sums, walk.dq_zeros,
                   walk.last_keys_store() ? reinterpret_cast<uint32_t*>(turns) : nullptr, walk.order,
-                  score_unit(forward, kConfiguration.transformed), walk.dq_finish);
+                  score_unit(forward, kConfiguration.transformed), walk.dq_finish, walk.parts);
     if constexpr (kConfiguration.biased)
         if (problem.dbias.data) FLASH_BIAS_GRADIENT(problem, statistics, launch);
 }

@@ -40,10 +40,12 @@ class BackwardConsumer {
   public:
     // score_unit: from a dot product to a score in log 2.
     __device__ BackwardConsumer(const BackwardProblem& problem, const KeyGradientMaps& maps,
-                                const DqSums& dq_sums, BackwardShared<c>& shared, const float& score_unit)
+                                const DqSums& dq_sums, const GroupParts& parts, BackwardShared<c>& shared,
+                                const float& score_unit)
         : problem_(problem),
           maps_(maps),
           dq_sums_(dq_sums),
+          parts_(parts),
           shared_(shared),
           score_unit_(score_unit),
           thread_(__shfl_sync(0xffffffff, threadIdx.x, lane_index())) {}
@@ -62,6 +64,7 @@ class BackwardConsumer {
             keep(zero);
             dk_.fill(zero[0]);
             dv_.fill(zero[0]);
+            if (!kInWalk) parts_.begin<c.consumers>(dk_, dv_, plan.part, plan.tile_of_all, thread_);
             if (plan.has_queries) {
                 if constexpr (kTakesTurns)
                     walk_in_turns(tile, n);
@@ -345,21 +348,23 @@ class BackwardConsumer {
         const ForwardProblem& problem = problem_.forward;
         const RowTile keys = plan.tile;
         const Position first = keys.first + warp_row();
+        const uint32_t part = plan.part, tile_of_all = plan.tile_of_all;
         shared_.leave_plan(tile);  // before the stores: what ptxas keeps in memory comes behind them
-        dk_ *= float(problem.softmax_scale);
         // The next dS's place is free; the other one when everybody's last dQ is multiplied.
         if constexpr (ScoreTile::panels == 1 || Shared::kBuffers == 1) meet();
+        if (!kInWalk && !parts_.end<c.consumers>(dk_, dv_, part, tile_of_all, thread_)) return;
+        dk_ *= float(problem.softmax_scale);
         // A copy leaves out what lies behind the tensor's rows, but would write those of the next sequence.
         const bool whole = keys.rows.begin <= first && first + 16 <= keys.rows.end;
         if (__any_sync(0xffffffff, maps_.dk.fits & maps_.dv.fits & (whole | !problem.cu_seqlens_k))) {
             store_panels<0>(PackedGradient(dv_), PackedGradient(dk_), n,
-                            int(keys.sequence.first_key_row) + first, int(keys.head),
+                            int(keys.sequence.first_key_row) + first, int(keys.key_head),
                             tensor_batch(problem.cu_seqlens_k, keys));
             return;
         }
         const auto rows_of = [&](const TensorView& view, int64_t head_dim) {
             return HeadRows<Bits<dtype>>(view, keys.unowned ? 0 : keys.batch, keys.sequence.first_key_row,
-                                         keys.head, head_dim);
+                                         keys.key_head, head_dim);
         };
         store_rows<dtype>(rows_of(problem_.dv, problem.head_dim_v), dv_, first, keys.rows);
         store_rows<dtype>(rows_of(problem_.dk, problem.head_dim), dk_, first, keys.rows);
@@ -409,6 +414,7 @@ class BackwardConsumer {
     const BackwardProblem& problem_;
     const KeyGradientMaps& maps_;
     const DqSums& dq_sums_;
+    const GroupParts& parts_;
     BackwardShared<c>& shared_;
     const float& score_unit_;
     int warpgroup_;

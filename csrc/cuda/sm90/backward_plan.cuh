@@ -6,6 +6,7 @@
 #include "../any/row_tile.cuh"
 #include "../any/tile_walk.cuh"
 #include "../ptx/mbarrier.h"
+#include "group_parts.cuh"
 #include "ring.h"
 #include "tensor_map.h"
 #include "transformed_scores.cuh"
@@ -99,6 +100,8 @@ struct BackwardPlan {
     bool end;  // there is no tile any more; nothing else is set
     TileOrder::Place place;
     RowTile tile;
+    uint32_t part;         // of the group
+    uint32_t tile_of_all;  // of keys, of all key heads alike
     Mask mask;
     KeyBounds bounds;
     ScoreTransform<GpuMath> transform;  // if scores are transformed; of the unit's first head
@@ -122,9 +125,15 @@ struct BackwardPlan {
     // All but `end`.
     __device__ void make(const ForwardProblem& problem, const RowTiling& tiling, const DqSums& dq_sums,
                          const AlignedRows& statistics, TileOrder::Place at, BackwardOrder order,
-                         const BackwardConfiguration& c) {
+                         const GroupParts& parts, const BackwardConfiguration& c) {
         place = at;
-        tile = tiling(place, problem, order != BackwardOrder::by_length);
+        if (c.adds_dq()) {
+            part = parts.part(at.head);
+            tile_of_all = parts.key_head_of_all(at.head) * tiling.tiles() + at.tile;
+            at.head = parts.unit_of_heads(at.head);
+        }
+        tile = tiling(at, problem, order != BackwardOrder::by_length);
+        if (c.adds_dq()) tile.key_head = parts.key_head(uint32_t(tile.head));
         mask = Mask(problem, tile.sequence);
         partial = tile.rows.begin > tile.first || tile.rows.end < tile.first + c.key_tile;
         has_queries = false;

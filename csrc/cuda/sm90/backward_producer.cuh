@@ -28,13 +28,15 @@ class BackwardProducer {
   public:
     __device__ BackwardProducer(const BackwardProblem& problem, const BackwardMaps& maps,
                                 const AlignedStatistics& statistics, const TileQueue& queue,
-                                const DqSums& dq_sums, BackwardOrder order, BackwardShared<c>& shared)
+                                const DqSums& dq_sums, BackwardOrder order, const GroupParts& parts,
+                                BackwardShared<c>& shared)
         : problem_(problem),
           maps_(maps),
           statistics_(statistics),
           queue_(queue),
           dq_sums_(dq_sums),
           order_(order),
+          parts_(parts),
           shared_(shared) {}
 
     // The whole warp, which waits as a whole, too: a single lane would not sleep meanwhile, and disturb those
@@ -178,7 +180,7 @@ class BackwardProducer {
         TileOrder::Place place;
         if (next_place(queue, tile, place)) {
             plan.end = false;
-            plan.make(problem_.forward, queue_.tiling, dq_sums_, statistics_.rows, place, order_, c);
+            plan.make(problem_.forward, queue_.tiling, dq_sums_, statistics_.rows, place, order_, parts_, c);
         } else {
             plan.end = true;
         }
@@ -202,7 +204,7 @@ class BackwardProducer {
     __device__ __forceinline__ void load_keys(const BackwardPlan& plan, uint32_t tile) const {
         const uint32_t k_full = shared_address(&shared_.k_full), v_full = shared_address(&shared_.v_full);
         const int row = int(plan.tile.sequence.first_key_row) + plan.tile.first;
-        const int head = int(plan.tile.head);
+        const int head = int(plan.tile.key_head);
         const int batch = tensor_batch(problem_.forward.cu_seqlens_k, plan.tile);
         const bool loads = plan.has_queries && lane_index() == 0;
         mbarrier_wait(shared_address(&shared_.v_empty), tile % 2 ^ 1);
@@ -303,6 +305,7 @@ class BackwardProducer {
     const TileQueue& queue_;
     const DqSums& dq_sums_;
     const BackwardOrder order_;
+    const GroupParts& parts_;
     Shared& shared_;
     uint32_t landed_ = 0;  // tiles that were looked at
 };

@@ -43,8 +43,9 @@ template <DType dtype, BackwardConfiguration c>
 class DqFinisher {
   public:
     __device__ __forceinline__ DqFinisher(const BackwardProblem& problem, const DqSums& sums,
-                                          const DqFinish& finish, BackwardShared<c>& shared)
-        : problem_(problem), sums_(sums), finish_(finish), shared_(shared) {}
+                                          const DqFinish& finish, const GroupParts& parts,
+                                          BackwardShared<c>& shared)
+        : problem_(problem), sums_(sums), finish_(finish), parts_(parts), shared_(shared) {}
 
     // The whole warp; each lane looks after one of the tiles that are taken together.
     __device__ __forceinline__ void load() const {
@@ -64,7 +65,8 @@ class DqFinisher {
             bool complete = false;
             if (is_tile) {
                 complete = sums_.is_complete(unit);
-                const RowTile rows = sums_.rows_of(problem_.forward, unit, tile);
+                const RowTile rows =
+                    sums_.rows_of(problem_.forward, parts_.unit_of_heads(unit), tile);
                 note.rows = row_of<Bits<dtype>>(problem_.dq, rows.unowned ? 0 : rows.batch,
                                                 rows.sequence.first_query_row + rows.first, rows.head);
                 note.exist = rows.rows.empty() ? 0 : rows.rows.end - rows.first;
@@ -161,6 +163,7 @@ class DqFinisher {
     const BackwardProblem& problem_;
     const DqSums& sums_;
     const DqFinish& finish_;
+    const GroupParts& parts_;
     Shared& shared_;
 };
 

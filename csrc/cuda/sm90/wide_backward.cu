@@ -28,7 +28,8 @@ __global__ void __launch_bounds__(kConfiguration.threads, 1)
                             const __grid_constant__ BackwardMaps maps,
                             const __grid_constant__ AlignedStatistics statistics,
                             const __grid_constant__ TileQueue queue, const __grid_constant__ DqSums no_sums,
-                            const __grid_constant__ float score_unit) {
+                            const __grid_constant__ float score_unit,
+                            const __grid_constant__ GroupParts whole_groups) {
     extern __shared__ __align__(1024) char memory[];
     Shared& shared = *reinterpret_cast<Shared*>(memory);
     if (threadIdx.x == 0) {
@@ -43,7 +44,7 @@ __global__ void __launch_bounds__(kConfiguration.threads, 1)
         shrink_registers<kProducerRegisters>();
         const int warp = int(threadIdx.x - kConfiguration.consumers) / 32;
         BackwardProducer<kDType, kConfiguration> producer(problem, maps, statistics, queue, no_sums,
-                                                          BackwardOrder::by_length, shared);
+                                                          BackwardOrder::by_length, whole_groups, shared);
         if (warp == 0) producer.template run<false>();
         if (warp == 1) producer.template run<true>();
     } else {
@@ -133,7 +134,8 @@ void launch(const BackwardProblem& problem, const Launch& launch) {
         tiling(forward, key_tile, launch.device.l2_bytes / 3, launch.device.multiprocessors);
     const DqSums no_sums = DqSums::of_places(RowTiling::of_queries(forward, query_tile, 0), 1, 1, 0, 1);
     launch_walk(attention_key_gradients, keys, sizeof(Shared), launch.overlapping(), problem, maps,
-                statistics, TileQueue(keys, keys.count(), 0, counter_at(counters, launch)), no_sums, unit);
+                statistics, TileQueue(keys, keys.count(), 0, counter_at(counters, launch)), no_sums, unit,
+                GroupParts::whole(keys.heads()));
 
     const RowTiling queries = query_tiling(forward, launch.device);
     const QueryGradientMaps query_maps{

@@ -1,0 +1,133 @@
+// A key head whose group has many query heads, in parts: a block walks a tile of keys with some heads of the
+// group, and another one with the next ones. With all heads in one walk blocks end at very different times
+// where tiles of keys are few; and those that began together drift apart, since under a diagonal each walks
+// another length, so that queries, gradients and sums of whole groups have to fit into the cache.
+//
+// In a row the first parts of all key heads come first, then all second ones, and each goes on with what the
+// one before has left of dK and dV: in fp32, as threads have it. Additions are in the order of the heads, as
+// in one walk, so that results don't depend on how many parts there are. Where tiles are so few that a part
+// would have to wait for the one before, parts are walked at once, each from zero, and the last one to end
+// adds all up, in their order.
+#pragma once
+
+#include "../../problem.h"
+#include "../division.h"
+#include "../ptx/counter.h"
+#include "../tile/fragment.h"
+
+namespace flash::cuda::sm90 {
+
+class GroupParts {
+  public:
+    // key_heads: of all batch entries. A unit is a part of a key head's group.
+    GroupParts(int64_t parts, int64_t key_heads, bool in_a_row)
+        : parts_(uint32_t(parts)), key_heads_(uint32_t(key_heads)), in_a_row_(in_a_row || parts == 1) {}
+    static GroupParts whole(int64_t key_heads) { return {1, key_heads, true}; }
+
+    bool divide() const { return parts_.divisor > 1; }
+    bool in_a_row() const { return in_a_row_; }
+    int64_t key_heads() const { return key_heads_.divisor; }
+    // As if a part were a key head's whole group.
+    ForwardProblem of(const ForwardProblem& problem) const {
+        ForwardProblem in_parts = problem;
+        in_parts.heads_k *= parts_.divisor;
+        return in_parts;
+    }
+
+    // Units are counted as they are walked, heads as the tensors have them.
+    FLASH_HOST_DEVICE uint32_t part(uint32_t unit) const {
+        return in_a_row_ ? key_heads_.quotient(unit) : parts_.remainder(unit);
+    }
+    FLASH_HOST_DEVICE uint32_t key_head_of_all(uint32_t unit) const {
+        return in_a_row_ ? key_heads_.remainder(unit) : parts_.quotient(unit);
+    }
+    FLASH_HOST_DEVICE uint32_t unit_of_heads(uint32_t unit) const {
+        return key_head_of_all(unit) * parts_.divisor + part(unit);
+    }
+    // Of a batch entry: from its unit of heads.
+    FLASH_HOST_DEVICE uint32_t key_head(uint32_t unit) const { return parts_.quotient(unit); }
+
+    // Counters, zero at the start; then what parts leave. tiles: of keys, of a key head.
+    int64_t counter_bytes(int64_t tiles, int warps) const {
+        return divide() ? key_heads_.divisor * tiles * warps * int64_t(sizeof(uint32_t)) : 0;
+    }
+    int64_t bytes(int64_t tiles, int64_t tile_elements) const {
+        const int64_t places = in_a_row_ ? 1 : parts_.divisor;
+        return divide() ? key_heads_.divisor * tiles * places * tile_elements * int64_t(sizeof(float)) : 0;
+    }
+    void lie_at(void* counters, void* gradients) {
+        done_ = static_cast<uint32_t*>(counters);
+        gradients_ = static_cast<float*>(gradients);
+    }
+
+    // By each warp before it walks: dK and dV, which are zero, as the part before has left them. tile: of
+    // keys, of all key heads.
+    template <int kThreads, class Gradient>
+    __device__ __forceinline__ void begin(Gradient& dk, Gradient& dv, uint32_t part, uint32_t tile,
+                                          uint32_t thread) const {
+        if (part == 0 || !in_a_row_) return;
+        while (__any_sync(0xffffffff, load_acquire(done_of<kThreads>(tile, thread)) < part)) __nanosleep(50);
+        const float4* const from = place_of<kThreads, Gradient>(tile, thread);
+        each<Gradient>([&](int i, float (&x)[4]) { set(x, __ldcg(from + i * kThreads)); }, dk, dv);
+    }
+    // Behind it. True if dK and dV are all of the group's.
+    template <int kThreads, class Gradient>
+    __device__ __forceinline__ bool end(Gradient& dk, Gradient& dv, uint32_t part, uint32_t tile,
+                                        uint32_t thread) const {
+        const uint32_t last = parts_.divisor - 1;
+        if (part == last && in_a_row_) return true;
+        const uint32_t first_place = in_a_row_ ? tile : tile * parts_.divisor;
+        float4* const to = place_of<kThreads, Gradient>(first_place + (in_a_row_ ? 0 : part), thread);
+        each<Gradient>([&](int i, float (&x)[4]) { __stcg(to + i * kThreads, get(x)); }, dk, dv);
+        __syncwarp();
+        uint32_t before = 0;
+        if (thread % 32 == 0) before = add_acquire_release(done_of<kThreads>(tile, thread), 1);
+        if (in_a_row_ || __shfl_sync(0xffffffff, before, 0) != last) return false;
+        dk.clear();
+        dv.clear();
+#pragma unroll 1
+        for (uint32_t i = 0; i <= last; ++i) {
+            const float4* const from = place_of<kThreads, Gradient>(first_place + i, thread);
+            each<Gradient>([&](int i, float (&x)[4]) { add(x, __ldcg(from + i * kThreads)); }, dk, dv);
+        }
+        return true;
+    }
+
+  private:
+    template <int kThreads>
+    __device__ __forceinline__ uint32_t* done_of(uint32_t tile, uint32_t thread) const {
+        return done_ + (tile * (kThreads / 32) + thread / 32);
+    }
+    template <int kThreads, class Gradient>
+    __device__ __forceinline__ float4* place_of(uint32_t place, uint32_t thread) const {
+        constexpr int tiles = 2 * Gradient::row_tiles * Gradient::column_tiles;
+        return reinterpret_cast<float4*>(gradients_) + int64_t(place) * (tiles * kThreads) + thread;
+    }
+    template <class Gradient, class Visit>
+    __device__ __forceinline__ static void each(const Visit& visit, Gradient& dk, Gradient& dv) {
+        int i = 0;
+#pragma unroll
+        for (int m = 0; m < Gradient::row_tiles; ++m)
+#pragma unroll
+            for (int n = 0; n < Gradient::column_tiles; ++n) {
+                visit(i++, dk.value[m][n]);
+                visit(i++, dv.value[m][n]);
+            }
+    }
+    __device__ __forceinline__ static void set(float (&x)[4], const float4& from) {
+        x[0] = from.x, x[1] = from.y, x[2] = from.z, x[3] = from.w;
+    }
+    __device__ __forceinline__ static void add(float (&x)[4], const float4& y) {
+        x[0] += y.x, x[1] += y.y, x[2] += y.z, x[3] += y.w;
+    }
+    __device__ __forceinline__ static float4 get(const float (&x)[4]) {
+        return make_float4(x[0], x[1], x[2], x[3]);
+    }
+
+    Division parts_, key_heads_;
+    bool in_a_row_;
+    uint32_t* done_ = nullptr;    // of each tile of keys and warp: so many parts
+    float* gradients_ = nullptr;  // [key heads, tiles, parts or 1, dK's and dV's of 16 x 8, threads, 4]
+};
+
+}  // namespace flash::cuda::sm90
