@@ -44,6 +44,7 @@ class HopperForward:
     diagonal_keys: int = 0
     held_queries: int = 0  # so many of their columns are in registers as well
     value_dim: int = 0  # head dim of the values, if it is another
+    from_queries: int = 0  # it is for so many, or more
 
     @property
     def query_tile(self):
@@ -201,7 +202,9 @@ ROWS = [
                       diagonal_keys=1280), from_keys=768),
     Row("sm90", "forward", HALVES,
         HopperForward(64, 64, warpgroups=4, stages=4, query_slots=8, registers=112, stages_output=True,
-                      turns=False)),
+                      turns=False, from_queries=129)),
+    Row("sm90", "forward", HALVES,
+        HopperForward(64, 64, warpgroups=2, stages=4, query_slots=4, stages_output=True), from_keys=65),
     Row("sm90", "forward", HALVES,
         HopperForward(64, 128, warpgroups=2, stages=4, query_slots=4, transformed=True)),
     Row("sm90", "forward", HALVES,
@@ -246,7 +249,7 @@ ROWS = [
         Forward(256, 128, 64, warps=8, blocks=1, columns=2, bias=0, retries=1)),
     Row("sm80", "forward", HALVES, Forward(256, 128, 32, warps=8, blocks=1, columns=2)),
     Row("sm80", "forward", HALVES, Forward(256, 64, 32, warps=4, blocks=1)),
-    Row("sm90", "backward", HALVES, HopperBackward(64, 128, 128, stages=3), from_keys=224),
+    Row("sm90", "backward", HALVES, HopperBackward(64, 128, 128, stages=3), from_keys=65),
     Row("sm90", "backward", HALVES, HopperBackward(64, 128, 128, stages=2, transformed=True), from_keys=224),
     Row("sm90", "backward", HALVES, HopperBackward(64, 128, 128, stages=2, transformed=True, biased=True)),
     Row("sm80", "backward", HALVES,

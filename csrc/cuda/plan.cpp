@@ -54,14 +54,14 @@ const ForwardProblem& forward_of(const BackwardProblem& problem) {
     return problem.forward;
 }
 
-// What a kernel's from_keys is compared with: in the backward how many keys a query sees on average (measured
-// under a causal mask).
+// What a kernel's from_keys is compared with: in the backward how many keys a query sees on average, rounded
+// up (measured under a causal mask).
 int64_t keys_for(const ForwardKernel&, const ForwardProblem& problem) {
     return most_keys(problem);
 }
 
 int64_t keys_for(const BackwardKernel&, const ForwardProblem& problem) {
-    const int64_t hidden = problem.window_right < 0 ? 0 : std::min(problem.seqlen_q, problem.seqlen_k) / 2;
+    const int64_t hidden = problem.window_right < 0 ? 0 : (std::min(problem.seqlen_q, problem.seqlen_k) - 1) / 2;
     return std::min(most_keys(problem), problem.seqlen_k - hidden);
 }
 

@@ -401,7 +401,7 @@ def test_backward_of_more_heads_than_are_cleared_before(head_dim):
                                      "packed"], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
 def test_backward_of_parts_of_groups(head_dim, lengths, deterministic):
-    """dK and dV are handed from a part of the group's heads to the next (group_parts.cuh)."""
+    """dK and dV are handed from a part of the group's heads to the next (walk_parts.cuh)."""
     if lengths == "packed":
         ends = (0, 900, 900, 2100)
         given = Case(HALF, num_heads=8, num_heads_k=1, head_dim=head_dim, causal=True, cu_seqlens_q=ends,
@@ -410,3 +410,14 @@ def test_backward_of_parts_of_groups(head_dim, lengths, deterministic):
         seqlen_q, seqlen_k, batch, heads = lengths
         given = Case(HALF, batch, seqlen_q, seqlen_k, heads, 1, head_dim, causal=True)
     given.check(actual=given.run(deterministic=deterministic))
+
+
+@pytest.mark.parametrize("shape", [(1500, 70, 1, 2), (700, 300, 1, 1), (20, 500, 2, 1)], ids=str)
+@pytest.mark.parametrize("features", ["plain", "causal", "window"])
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+def test_backward_of_parts_of_queries(head_dim, features, shape):
+    """Few tiles of keys are walked with some of the queries each; of one, dQ is no sum (walk_parts.cuh)."""
+    seqlen_q, seqlen_k, batch, heads = shape
+    given = dataclasses.replace(case(HALF, head_dim, seqlen_q, seqlen_k, **FEATURES[features]), batch=batch,
+                                num_heads=heads, num_heads_k=heads)
+    given.check(given.draw(), given.draw_dlse())

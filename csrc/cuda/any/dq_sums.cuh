@@ -39,25 +39,26 @@ class DqSums {
 
     // keys: the tiling of the walk, of which the device runs so many blocks at once. group: query heads of a
     // key head. Tiles of queries are tile_elements numbers large. in_walk: units that are small are finished
-    // by their last blocks. scale: what dQ is of the sums.
+    // by their last blocks. scale: what dQ is of the sums. parts: units are one of so many equal parts of a
+    // head's tiles of queries.
     DqSums(const RowTiling& keys, const RowTiling& queries, int64_t group, int64_t blocks_at_once,
-           int64_t tile_elements, bool in_walk, float scale)
+           int64_t tile_elements, bool in_walk, float scale, int64_t parts = 1)
         : queries_(queries),
           units_(keys.heads()),
           sharers_(keys.tiles()),
           in_walk_(in_walk && keys.count() > 0 && units_are_small(queries, group, tile_elements)),
           places_(uint32_t(places(keys, blocks_at_once))),
-          unit_tiles_(uint32_t(group * queries.tiles())),
+          unit_tiles_(uint32_t(group * queries.tiles() / parts)),
           tile_elements_(tile_elements),
           scale_(scale) {}
 
     // So many places, of units whose walk stores first summands and makes dQ of the sums. Nothing has to be
     // zero.
     static DqSums of_places(const RowTiling& queries, int64_t group, int64_t places, int64_t tile_elements,
-                            float scale) {
+                            float scale, int64_t parts = 1) {
         DqSums sums(queries);
         sums.places_ = Division(uint32_t(places));
-        sums.unit_tiles_ = Division(uint32_t(group * queries.tiles()));
+        sums.unit_tiles_ = Division(uint32_t(group * queries.tiles() / parts));
         sums.tile_elements_ = tile_elements;
         sums.scale_ = scale;
         sums.in_walk_ = true;

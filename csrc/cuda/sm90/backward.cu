@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(kConfiguration.threads, 1)
                        const __grid_constant__ TileQueue queue, const __grid_constant__ DqSums dq_sums,
                        const __grid_constant__ DqZeros dq_zeros, uint32_t* turns, BackwardOrder order,
                        const __grid_constant__ float score_unit, const __grid_constant__ DqFinish dq_finish,
-                       const __grid_constant__ GroupParts parts) {
+                       const __grid_constant__ WalkParts parts) {
     extern __shared__ __align__(1024) char memory[];
     Shared& shared = *reinterpret_cast<Shared*>(memory);
     if (threadIdx.x == 0) {
@@ -102,20 +102,24 @@ bool every_query_sees_keys(const ForwardProblem& problem) {
 
 // Whether a block does all tiles of a unit (backward_dq.cuh): if the cache holds the queries, gradients and
 // sums of as many units as there are blocks, which other blocks don't share then, and if few blocks idle at
-// the end. Every query has to see the first tile of keys; without a map.
-bool does_whole_units(const ForwardProblem& problem, const Device& device) {
+// the end; or if there is but one tile. Every query has to see the first tile of keys; without a map. parts:
+// of queries, each a unit.
+bool does_whole_units(const ForwardProblem& problem, const Device& device, int64_t parts) {
     if (!every_query_sees_keys(problem) || problem.window_left >= 0) return false;
-    const int64_t units = problem.batch * problem.heads_k;
+    if (problem.seqlen_k <= kConfiguration.key_tile) return true;
+    const int64_t units = problem.batch * problem.heads_k * parts;
     const int64_t blocks = device.multiprocessors, rounds = (units + blocks - 1) / blocks;
-    const int64_t unit_bytes = RowTiling::group_of(problem) * problem.seqlen_q * kConfiguration.head_dim * 8;
+    const int64_t unit_bytes =
+        RowTiling::group_of(problem) * problem.seqlen_q / parts * kConfiguration.head_dim * 8;
     const bool fits = blocks * unit_bytes < device.l2_bytes * (problem.window_right >= 0 ? 4 : 3) / 4;
     return fits && units * 10 >= rounds * blocks * 9;
 }
 
 // How one launch adds dQ up (backward_dq.cuh), and in which order blocks take tiles of keys.
 struct Walk {
+    int64_t parts_of_queries;
     BackwardOrder order;
-    GroupParts parts;
+    WalkParts parts;
     ForwardProblem in_parts;  // as if a part were a key head's whole group
     RowTiling keys;
     DqSums dq_sums;
@@ -123,7 +127,8 @@ struct Walk {
     DqFinish dq_finish;
 
     Walk(const ForwardProblem& problem, const Device& device)
-        : order(order_of(problem, device)),
+        : parts_of_queries(queries_at_once(problem, device)),
+          order(order_of(problem, device)),
           parts(parts_of(problem, device)),
           in_parts(parts.of(problem)),
           keys(tiling(in_parts, device)),
@@ -151,9 +156,9 @@ struct Walk {
     }
 
   private:
-    static BackwardOrder order_of(const ForwardProblem& problem, const Device& device) {
+    BackwardOrder order_of(const ForwardProblem& problem, const Device& device) const {
         if (has_map(problem)) return BackwardOrder::by_length;
-        if (does_whole_units(problem, device)) return BackwardOrder::whole_units;
+        if (does_whole_units(problem, device, parts_of_queries)) return BackwardOrder::whole_units;
         if (problem.deterministic) return BackwardOrder::turns;
         // Where sequences are long or heads few, to wait for each other takes longer than to clear sums.
         // Under a diagonal blocks come in turns by themselves, if they begin so.
@@ -164,23 +169,26 @@ struct Walk {
                    ? BackwardOrder::stores_first
                    : BackwardOrder::by_length;
     }
-    // In how many parts a group is walked (group_parts.cuh). In a row where tiles of keys differ: as few as
-    // give the blocks enough tiles to end together, and leave the cache what blocks that run together share;
-    // but no walk should become so short that its begin and end count. In turns the fewer heads the better.
-    GroupParts parts_of(const ForwardProblem& problem, const Device& device) const {
+    // What is walked in parts (walk_parts.cuh). In a row where tiles of keys differ: as few as give the
+    // blocks enough tiles to end together, and leave the cache what blocks that run together share; but no
+    // walk should become so short that its begin and end count. In turns the fewer heads the better.
+    WalkParts parts_of(const ForwardProblem& problem, const Device& device) const {
         const int64_t group = RowTiling::group_of(problem), blocks = device.multiprocessors;
-        const RowTiling whole = RowTiling::of_keys_together(problem, kConfiguration.key_tile, 1);
-        const int64_t key_heads = std::max<int64_t>(whole.heads(), 1), tiles = whole.count();
-        if (group == 1 || tiles == 0 || whole_units()) return GroupParts::whole(key_heads);
-        const int64_t queries = problem.cu_seqlens_q ? problem.rows_q / std::max<int64_t>(problem.batch, 1)
-                                                     : problem.seqlen_q;
-        if (const int64_t heads = heads_at_once(problem, device, tiles, queries); heads < group)
-            return {group / heads, key_heads, false};
+        const int64_t key_heads = heads_of_keys(problem), tiles = tiles_of_keys(problem);
+        if (parts_of_queries > 1)
+            return WalkParts::of_queries_at_once(
+                parts_of_queries, key_heads,
+                tiles_of_queries(problem) / parts_of_queries * kConfiguration.query_tile);
+        if (group == 1) return WalkParts::whole(key_heads);
+        const auto divides = [&](int64_t parts) { return group % parts == 0; };
+        if (const int64_t parts = at_once(problem, device, group * longest_walk(problem), group, divides);
+            parts > 1)
+            return WalkParts::of_heads_at_once(parts, key_heads);
         const bool in_turns = order == BackwardOrder::turns;
         const bool by_diagonal =
             order == BackwardOrder::by_length && has_diagonal(problem) && !has_map(problem);
-        if (!(in_turns || by_diagonal) || are_few(tiles, device)) return GroupParts::whole(key_heads);
-        const int64_t head_bytes = kConfiguration.head_dim * 8;
+        if (!(in_turns || by_diagonal) || are_few(tiles, device)) return WalkParts::whole(key_heads);
+        const int64_t queries = mean_queries(problem), head_bytes = kConfiguration.head_dim * 8;
         const auto fit = [&](int64_t bytes) { return bytes * 4 <= device.l2_bytes * 5; };
         const bool all_fit = fit(problem.batch * problem.heads_q * queries * head_bytes);
         const int64_t together = std::max(problem.seqlen_q, blocks * kConfiguration.key_tile);
@@ -189,31 +197,58 @@ struct Walk {
                                                fit(heads * together * head_bytes)));
         };
         int64_t heads = group;
-        for (int64_t fewer = group - 1; fewer > 1 && fewer * queries >= (in_turns ? 2048 : 4096); --fewer)
-            if (group % fewer == 0 && !suffice(heads)) heads = fewer;
-        return {group / heads, key_heads, true};
+        for (int64_t fewer = group - 1; fewer > 0 && fewer * queries >= (in_turns ? 2048 : 4096); --fewer)
+            if (group % fewer == 0 && !suffice(heads) && (fewer > 1 || (heads == group && group > 3)))
+                heads = fewer;
+        return WalkParts::of_heads_in_a_row(group / heads, key_heads);
     }
-    // Of parts that are walked at once: how many heads of a part end clearly first, or all. Counted in tiles
-    // of queries; a walk's begin and end are ten. Tiles of keys that differ are taken longest first. A
-    // deterministic sum must not depend on how many batch entries there are, nor on other packed sequences.
-    static int64_t heads_at_once(const ForwardProblem& problem, const Device& device, int64_t tiles,
-                                 int64_t queries) {
-        const int64_t group = RowTiling::group_of(problem), blocks = device.multiprocessors;
+    // A head without a group has its queries divided, if it is not packed, nor its sums to be the same
+    // whatever else there is.
+    static int64_t queries_at_once(const ForwardProblem& problem, const Device& device) {
+        const int64_t tiles = tiles_of_queries(problem);
+        if (RowTiling::group_of(problem) > 1 || has_map(problem) || problem.deterministic ||
+            problem.cu_seqlens_q || problem.cu_seqlens_k)
+            return 1;
+        return at_once(problem, device, longest_walk(problem), tiles,
+                       [&](int64_t parts) { return tiles % parts == 0; });
+    }
+    // In how many parts walks end clearly first. Counted in tiles of queries; a walk's begin and end are ten.
+    // Tiles of keys that differ are taken longest first. A deterministic sum must not depend on how many
+    // batch entries there are, nor on other packed sequences.
+    template <class Divides>
+    static int64_t at_once(const ForwardProblem& problem, const Device& device, int64_t longest, int64_t most,
+                           const Divides& divides) {
+        int64_t tiles = tiles_of_keys(problem);
         if (problem.deterministic) {
-            if (problem.cu_seqlens_q || problem.cu_seqlens_k || problem.seqlen_k < 4096) return group;
+            if (problem.cu_seqlens_q || problem.cu_seqlens_k || problem.seqlen_k < 4096) return 1;
             tiles /= problem.batch;
         }
-        if (!are_few(tiles, device)) return group;
-        const int64_t longest = (queries + kConfiguration.query_tile - 1) / kConfiguration.query_tile;
-        const auto time = [&](int64_t heads) {
-            const int64_t walks = tiles * group / heads, steps = heads * longest + 10;
+        if (tiles == 0 || !are_few(tiles, device)) return 1;
+        const int64_t blocks = device.multiprocessors;
+        const auto time = [&](int64_t parts) {
+            const int64_t walks = tiles * parts, steps = (longest + parts - 1) / parts + 10;
             if (!has_diagonal(problem)) return (walks + blocks - 1) / blocks * steps;
-            return std::max(steps, walks * (heads * longest / 2 + 10) / blocks);
+            return std::max(steps, walks * (longest / parts / 2 + 10) / blocks);
         };
-        int64_t best = group;
-        for (int64_t heads = group - 1; heads > 0; --heads)
-            if (group % heads == 0 && time(heads) * 5 < time(best) * 4) best = heads;
+        int64_t best = 1;
+        for (int64_t parts = 2; parts <= most; ++parts)
+            if (divides(parts) && time(parts) * 5 < time(best) * 4) best = parts;
         return best;
+    }
+    static int64_t heads_of_keys(const ForwardProblem& problem) {
+        return std::max<int64_t>(problem.heads_k * (problem.cu_seqlens_k ? 1 : problem.batch), 1);
+    }
+    static int64_t tiles_of_keys(const ForwardProblem& problem) {
+        return RowTiling::of_keys_together(problem, kConfiguration.key_tile, 1).count();
+    }
+    static int64_t tiles_of_queries(const ForwardProblem& problem) {
+        return (problem.seqlen_q + kConfiguration.query_tile - 1) / kConfiguration.query_tile;
+    }
+    static int64_t mean_queries(const ForwardProblem& problem) {
+        return problem.cu_seqlens_q ? problem.rows_q / std::max<int64_t>(problem.batch, 1) : problem.seqlen_q;
+    }
+    static int64_t longest_walk(const ForwardProblem& problem) {
+        return (mean_queries(problem) + kConfiguration.query_tile - 1) / kConfiguration.query_tile;
     }
     // Tiles of keys, so that a part would have to wait for the one before.
     static bool are_few(int64_t tiles, const Device& device) {
@@ -265,9 +300,11 @@ struct Walk {
         constexpr int elements = kConfiguration.query_tile * kConfiguration.head_dim;
         const float scale = float(problem.softmax_scale);
         const int64_t units = keys.heads();
-        const int64_t places = whole_units() ? std::min<int64_t>(units, device.multiprocessors) : units;
-        return whole_units() ? DqSums::of_places(queries, group, places, elements, scale)
-                             : DqSums(keys, queries, group, device.multiprocessors, elements, false, scale);
+        const int64_t places = std::min<int64_t>(units, device.multiprocessors);
+        const int64_t summed = keys.tiles() > 1 ? elements : 0;  // else dQ is one product
+        return whole_units() ? DqSums::of_places(queries, group, places, summed, scale, parts_of_queries)
+                             : DqSums(keys, queries, group, device.multiprocessors, elements, false, scale,
+                                      parts_of_queries);
     }
 };
 

@@ -40,7 +40,7 @@ class BackwardConsumer {
   public:
     // score_unit: from a dot product to a score in log 2.
     __device__ BackwardConsumer(const BackwardProblem& problem, const KeyGradientMaps& maps,
-                                const DqSums& dq_sums, const GroupParts& parts, BackwardShared<c>& shared,
+                                const DqSums& dq_sums, const WalkParts& parts, BackwardShared<c>& shared,
                                 const float& score_unit)
         : problem_(problem),
           maps_(maps),
@@ -352,7 +352,7 @@ class BackwardConsumer {
         shared_.leave_plan(tile);  // before the stores: what ptxas keeps in memory comes behind them
         // The next dS's place is free; the other one when everybody's last dQ is multiplied.
         if constexpr (ScoreTile::panels == 1 || Shared::kBuffers == 1) meet();
-        if (!kInWalk && !parts_.end<c.consumers>(dk_, dv_, part, tile_of_all, thread_)) return;
+        if (!parts_.end<c.consumers>(dk_, dv_, part, tile_of_all, thread_)) return;
         dk_ *= float(problem.softmax_scale);
         // A copy leaves out what lies behind the tensor's rows, but would write those of the next sequence.
         const bool whole = keys.rows.begin <= first && first + 16 <= keys.rows.end;
@@ -414,7 +414,7 @@ class BackwardConsumer {
     const BackwardProblem& problem_;
     const KeyGradientMaps& maps_;
     const DqSums& dq_sums_;
-    const GroupParts& parts_;
+    const WalkParts& parts_;
     BackwardShared<c>& shared_;
     const float& score_unit_;
     int warpgroup_;

@@ -6,7 +6,7 @@
 #include "../any/row_tile.cuh"
 #include "../any/tile_walk.cuh"
 #include "../ptx/mbarrier.h"
-#include "group_parts.cuh"
+#include "walk_parts.cuh"
 #include "ring.h"
 #include "tensor_map.h"
 #include "transformed_scores.cuh"
@@ -100,7 +100,7 @@ struct BackwardPlan {
     bool end;  // there is no tile any more; nothing else is set
     TileOrder::Place place;
     RowTile tile;
-    uint32_t part;         // of the group
+    uint32_t part;         // which one is walked (walk_parts.cuh)
     uint32_t tile_of_all;  // of keys, of all key heads alike
     Mask mask;
     KeyBounds bounds;
@@ -125,7 +125,7 @@ struct BackwardPlan {
     // All but `end`.
     __device__ void make(const ForwardProblem& problem, const RowTiling& tiling, const DqSums& dq_sums,
                          const AlignedRows& statistics, TileOrder::Place at, BackwardOrder order,
-                         const GroupParts& parts, const BackwardConfiguration& c) {
+                         const WalkParts& parts, const BackwardConfiguration& c) {
         place = at;
         if (c.adds_dq()) {
             part = parts.part(at.head);
@@ -133,7 +133,12 @@ struct BackwardPlan {
             at.head = parts.unit_of_heads(at.head);
         }
         tile = tiling(at, problem, order != BackwardOrder::by_length);
-        if (c.adds_dq()) tile.key_head = parts.key_head(uint32_t(tile.head));
+        Interval walked{};
+        if (c.adds_dq()) {
+            tile.key_head = parts.key_head(uint32_t(tile.head));
+            if (parts.of_queries()) tile.head = tile.key_head;
+            walked = parts.queries(part);
+        }
         mask = Mask(problem, tile.sequence);
         partial = tile.rows.begin > tile.first || tile.rows.end < tile.first + c.key_tile;
         has_queries = false;
@@ -141,12 +146,14 @@ struct BackwardPlan {
         bounds = KeyBounds(mask, tile);
         if (c.transformed) transform = ScoreTransform<GpuMath>(problem, tile.batch, tile.head * tile.group);
         first_dq_tile = dq_sums.first_tile(tile.batch);
+        if (c.adds_dq() && parts.of_queries()) first_dq_tile -= uint32_t(walked.begin) / c.query_tile;
         first_statistic = int(statistics.first(tile.batch));
-        const Interval first = mask.queries_of(tile.rows.begin), last = mask.queries_of(tile.rows.end - 1);
+        Interval first = mask.queries_of(tile.rows.begin), last = mask.queries_of(tile.rows.end - 1);
+        if (c.adds_dq()) first = intersection(first, walked), last = intersection(last, walked);
         const Interval tiles = tiles_of({first.begin, last.end}, c);
         first_query_tile = uint32_t(tiles.begin);
         query_tiles = uint32_t(tiles.end) - first_query_tile;
-        if (order != BackwardOrder::by_length) compare_with_next_keys(c);
+        if (order != BackwardOrder::by_length) compare_with_next_keys(walked, c);
         const BlockLists& lists = problem.query_blocks;  // the same for all heads of a group
         start.schedule =
             lists.counts
@@ -163,12 +170,12 @@ struct BackwardPlan {
         return {Position(uint32_t(queries.begin) / c.query_tile),
                 Position(uint32_t(queries.end + c.query_tile - 1) / c.query_tile)};
     }
-    __device__ void compare_with_next_keys(const BackwardConfiguration& c) {
+    __device__ void compare_with_next_keys(const Interval& walked, const BackwardConfiguration& c) {
         alone = kNone, behind = 0;
         const Position next = tile.first + c.key_tile, end = mask.seqlen_k;
         if (next >= end) return;
-        const Interval queries{mask.queries_of(next).begin,
-                               mask.queries_of(min(next + c.key_tile, end) - 1).end};
+        const Interval queries = intersection(
+            {mask.queries_of(next).begin, mask.queries_of(min(next + c.key_tile, end) - 1).end}, walked);
         if (queries.empty()) return;
         const Interval tiles = tiles_of(queries, c);
         alone = uint32_t(tiles.begin) - first_query_tile;

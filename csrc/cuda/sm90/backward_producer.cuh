@@ -28,7 +28,7 @@ class BackwardProducer {
   public:
     __device__ BackwardProducer(const BackwardProblem& problem, const BackwardMaps& maps,
                                 const AlignedStatistics& statistics, const TileQueue& queue,
-                                const DqSums& dq_sums, BackwardOrder order, const GroupParts& parts,
+                                const DqSums& dq_sums, BackwardOrder order, const WalkParts& parts,
                                 BackwardShared<c>& shared)
         : problem_(problem),
           maps_(maps),
@@ -305,7 +305,7 @@ class BackwardProducer {
     const TileQueue& queue_;
     const DqSums& dq_sums_;
     const BackwardOrder order_;
-    const GroupParts& parts_;
+    const WalkParts& parts_;
     Shared& shared_;
     uint32_t landed_ = 0;  // tiles that were looked at
 };

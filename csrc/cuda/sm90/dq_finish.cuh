@@ -43,7 +43,7 @@ template <DType dtype, BackwardConfiguration c>
 class DqFinisher {
   public:
     __device__ __forceinline__ DqFinisher(const BackwardProblem& problem, const DqSums& sums,
-                                          const DqFinish& finish, const GroupParts& parts,
+                                          const DqFinish& finish, const WalkParts& parts,
                                           BackwardShared<c>& shared)
         : problem_(problem), sums_(sums), finish_(finish), parts_(parts), shared_(shared) {}
 
@@ -163,7 +163,7 @@ class DqFinisher {
     const BackwardProblem& problem_;
     const DqSums& sums_;
     const DqFinish& finish_;
-    const GroupParts& parts_;
+    const WalkParts& parts_;
     Shared& shared_;
 };
 

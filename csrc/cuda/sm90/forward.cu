@@ -72,9 +72,19 @@ const char* why_not(const ForwardProblem& problem, const Device& device) {
                                                : (problem.seqlen_q + kConfiguration.queries() - 1) /
                                                      kConfiguration.queries() * problem.batch;
     if (tiles * problem.heads_q > INT32_MAX) return "there are too many queries for its counter";
-    // The bits of a row are not to depend on how many others there are.
-    if (!problem.deterministic && tiles * problem.heads_q * 2 < device.multiprocessors)
+    // The bits of a row are not to depend on how many others there are, or how long those are.
+    const bool alone = problem.deterministic && problem.cu_seqlens_q;
+    if (!alone && problem.seqlen_q < kConfiguration.from_queries) return "it is for more queries";
+    if (problem.deterministic) return switched_off();
+    if (tiles * problem.heads_q * 2 < device.multiprocessors)
         return "there are too few queries to keep the GPU busy";
+    // Where large tiles leave multiprocessors idle, a later row's of 128 queries end first; under a diagonal,
+    // where a tile takes half as long as the longest one, where there are more, too.
+    const bool has_diagonal = problem.window_right >= 0 && problem.window_left < 0;
+    const int64_t busy =
+        device.multiprocessors * (has_diagonal ? 192 : 128) / (has_diagonal ? 128 : kConfiguration.queries());
+    if (kConfiguration.warpgroups > 2 && tiles * problem.heads_q <= busy)
+        return "smaller tiles keep more of the GPU busy";
     return switched_off();
 }
 

@@ -26,6 +26,7 @@ struct ForwardConfiguration {
     int diagonal_keys;     // under a diagonal or a map it is for more of them
     int held_queries = 0;  // so many of their columns are in registers as well
     int value_dim = 0;     // head dim of the values, if it is another
+    int from_queries = 0;  // it is for so many, or more
 
     constexpr int values() const { return value_dim ? value_dim : head_dim; }
     constexpr int columns() const { return in_whole_panels(head_dim); }

@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(kConfiguration.threads, 1)
                             const __grid_constant__ AlignedStatistics statistics,
                             const __grid_constant__ TileQueue queue, const __grid_constant__ DqSums no_sums,
                             const __grid_constant__ float score_unit,
-                            const __grid_constant__ GroupParts whole_groups) {
+                            const __grid_constant__ WalkParts whole_groups) {
     extern __shared__ __align__(1024) char memory[];
     Shared& shared = *reinterpret_cast<Shared*>(memory);
     if (threadIdx.x == 0) {
@@ -135,7 +135,7 @@ void launch(const BackwardProblem& problem, const Launch& launch) {
     const DqSums no_sums = DqSums::of_places(RowTiling::of_queries(forward, query_tile, 0), 1, 1, 0, 1);
     launch_walk(attention_key_gradients, keys, sizeof(Shared), launch.overlapping(), problem, maps,
                 statistics, TileQueue(keys, keys.count(), 0, counter_at(counters, launch)), no_sums, unit,
-                GroupParts::whole(keys.heads()));
+                WalkParts::whole(keys.heads()));
 
     const RowTiling queries = query_tiling(forward, launch.device);
     const QueryGradientMaps query_maps{

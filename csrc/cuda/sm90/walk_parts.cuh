@@ -1,15 +1,16 @@
-// A key head whose group has many query heads, in parts: a block walks a tile of keys with some heads of the
-// group, and another one with the next ones. With all heads in one walk blocks end at very different times
-// where tiles of keys are few; and those that began together drift apart, since under a diagonal each walks
-// another length, so that queries, gradients and sums of whole groups have to fit into the cache.
+// What a block walks with a tile of keys, in parts: some of the query heads of the keys' group, or, of a head
+// alone, some of the queries; another block walks another part. In one walk blocks end at very different
+// times where tiles of keys are few. And those that began together drift apart, since under a diagonal each
+// walks another length, so that queries, gradients and sums of whole groups have to fit into the cache.
 //
-// In a row the first parts of all key heads come first, then all second ones, and each goes on with what the
-// one before has left of dK and dV: in fp32, as threads have it. Additions are in the order of the heads, as
-// in one walk, so that results don't depend on how many parts there are. Where tiles are so few that a part
-// would have to wait for the one before, parts are walked at once, each from zero, and the last one to end
-// adds all up, in their order.
+// In a row the first heads of all groups come first, then all second ones, and each part goes on with what
+// the one before has left of dK and dV: in fp32, as threads have it. Additions are in the order of the heads,
+// as in one walk, so that results don't depend on how many parts there are. Where tiles are so few that a
+// part would have to wait for the one before, parts are walked at once, each from zero, and the last one to
+// end adds all up, in their order.
 #pragma once
 
+#include "../../attention/mask.h"
 #include "../../problem.h"
 #include "../division.h"
 #include "../ptx/counter.h"
@@ -17,17 +18,26 @@
 
 namespace flash::cuda::sm90 {
 
-class GroupParts {
+class WalkParts {
   public:
-    // key_heads: of all batch entries. A unit is a part of a key head's group.
-    GroupParts(int64_t parts, int64_t key_heads, bool in_a_row)
-        : parts_(uint32_t(parts)), key_heads_(uint32_t(key_heads)), in_a_row_(in_a_row || parts == 1) {}
-    static GroupParts whole(int64_t key_heads) { return {1, key_heads, true}; }
+    // key_heads: of all batch entries. A unit is a part of a key head's walks.
+    static WalkParts whole(int64_t key_heads) { return {1, key_heads, true}; }
+    static WalkParts of_heads_in_a_row(int64_t parts, int64_t key_heads) { return {parts, key_heads, true}; }
+    static WalkParts of_heads_at_once(int64_t parts, int64_t key_heads) {
+        return {parts, key_heads, parts == 1};
+    }
+    // Of so many queries; heads have no groups.
+    static WalkParts of_queries_at_once(int64_t parts, int64_t key_heads, int64_t queries) {
+        WalkParts parts_of_queries(parts, key_heads, parts == 1);
+        if (parts > 1) parts_of_queries.queries_ = Position(queries);
+        return parts_of_queries;
+    }
 
     bool divide() const { return parts_.divisor > 1; }
     bool in_a_row() const { return in_a_row_; }
     int64_t key_heads() const { return key_heads_.divisor; }
-    // As if a part were a key head's whole group.
+    FLASH_HOST_DEVICE bool of_queries() const { return queries_ > 0; }
+    // As if a unit were a key head.
     ForwardProblem of(const ForwardProblem& problem) const {
         ForwardProblem in_parts = problem;
         in_parts.heads_k *= parts_.divisor;
@@ -46,6 +56,10 @@ class GroupParts {
     }
     // Of a batch entry: from its unit of heads.
     FLASH_HOST_DEVICE uint32_t key_head(uint32_t unit) const { return parts_.quotient(unit); }
+    FLASH_HOST_DEVICE Interval queries(uint32_t part) const {
+        const Position first = Position(part) * queries_;
+        return of_queries() ? Interval{first, first + queries_} : Interval{0, INT32_MAX};
+    }
 
     // Counters, zero at the start; then what parts leave. tiles: of keys, of a key head.
     int64_t counter_bytes(int64_t tiles, int warps) const {
@@ -94,6 +108,9 @@ class GroupParts {
     }
 
   private:
+    WalkParts(int64_t parts, int64_t key_heads, bool in_a_row)
+        : parts_(uint32_t(parts)), key_heads_(uint32_t(key_heads)), in_a_row_(in_a_row) {}
+
     template <int kThreads>
     __device__ __forceinline__ uint32_t* done_of(uint32_t tile, uint32_t thread) const {
         return done_ + (tile * (kThreads / 32) + thread / 32);
@@ -126,6 +143,7 @@ class GroupParts {
 
     Division parts_, key_heads_;
     bool in_a_row_;
+    Position queries_ = 0;        // of a part; 0: all, of some of the group's heads
     uint32_t* done_ = nullptr;    // of each tile of keys and warp: so many parts
     float* gradients_ = nullptr;  // [key heads, tiles, parts or 1, dK's and dV's of 16 x 8, threads, 4]
 };
