@@ -62,13 +62,13 @@ RATE = {"cpu": ("GFLOP/s", 1), "cuda": ("TFLOP/s", 1e-3)}
 
 
 def inputs_of(cell, device, number=0):
-    """q, k, v, dout [B, S, H, D], k and v with their own H, v and dout with their own D: the same values for
-    every implementation and pass of a shape."""
+    """q, k, v, dout [B, S, H, D], k and v with their own S and H, v and dout with their own D: the same values
+    for every implementation and pass of a shape."""
     generator = torch.Generator(device).manual_seed(cell.seqlen * 1000 + cell.head_dim + number * 10**9)
     dtype, options = getattr(torch, cell.dtype), {"generator": generator, "device": device}
-    shapes = ((cell.heads, cell.head_dim), (cell.key_heads, cell.head_dim),
-              (cell.key_heads, cell.out_dim), (cell.heads, cell.out_dim))
-    return [torch.randn(cell.batch, cell.seqlen, *shape, **options).to(dtype) for shape in shapes]
+    shapes = ((cell.seqlen, cell.heads, cell.head_dim), (cell.seqlen_k, cell.key_heads, cell.head_dim),
+              (cell.seqlen_k, cell.key_heads, cell.out_dim), (cell.seqlen, cell.heads, cell.out_dim))
+    return [torch.randn(cell.batch, *shape, **options).to(dtype) for shape in shapes]
 
 
 def input_sets(cell, device, draw=inputs_of):
@@ -113,7 +113,7 @@ def probabilities(q, k, queries, cell, head):
         tanh = torch.tanh(scores / cell.softcap)
         scores, derivative = cell.softcap * tanh, 1 - tanh**2
     if cell.alibi:
-        distance = queries[:, None] - torch.arange(cell.seqlen, device=q.device)
+        distance = queries[:, None] - torch.arange(cell.seqlen_k, device=q.device)
         scores = scores - cell.slopes(q.device)[head].double() * distance.abs()
     hidden = ~cell.visible(queries, q.device)
     return scores.masked_fill_(hidden, -math.inf).softmax(dim=-1), derivative
@@ -134,7 +134,7 @@ def reference_rows(q, k, v, dout, rows, cell, head):
         return p, p * (dp - (p * dp).sum(-1, keepdim=True)) * derivative / math.sqrt(cell.head_dim)
 
     gradients = {"dq": score_gradient(rows)[1] @ k, "dk": 0, "dv": 0}
-    for queries in torch.arange(cell.seqlen, device=q.device).split(max(1, 2**22 // cell.seqlen)):
+    for queries in torch.arange(cell.seqlen, device=q.device).split(max(1, 2**22 // cell.seqlen_k)):
         p, ds = score_gradient(queries)
         gradients["dk"] += ds[:, rows].T @ q[queries]
         gradients["dv"] += p[:, rows].T @ dout[queries]
@@ -163,8 +163,9 @@ def group_reference_rows(q, k, v, dout, rows, cell, head):
 def sequence_errors(cell, inputs, results, head, generator, count=64):
     """{implementation: {tensor: largest absolute error}} of one sequence's tensors [S, H, D], on `count` rows
     of one head, chosen at random."""
-    rows = torch.randperm(cell.seqlen, generator=generator)[:count]
-    rows[0], rows[-1] = 0, cell.seqlen - 1
+    shorter = min(cell.seqlen, cell.seqlen_k)  # rows of queries and of keys
+    rows = torch.randperm(shorter, generator=generator)[:count]
+    rows[0], rows[-1] = 0, shorter - 1
     rows = rows.to(inputs[0].device)
     reference = group_reference_rows(*inputs, rows, cell, head)
     return {

@@ -24,6 +24,11 @@ class Cell:
     alibi: bool = False  # with the slopes of its paper (arXiv 2108.12409) for a power of 2 of heads
     group: int = 1  # heads of q for each head of k and v
     value_dim: int = 0  # head dim of v and out, if it is another
+    keys: int = 0  # tokens of k and v, if they are others, which full attention may have
+
+    @property
+    def seqlen_k(self):
+        return self.keys or self.seqlen
 
     @property
     def key_heads(self):
@@ -39,7 +44,7 @@ class Cell:
         """Visible (query, key) pairs of one head."""
         if self.mask == "window":
             return sum(min(i, self.left) + 1 for i in range(self.seqlen))
-        return self.seqlen**2 / (2 if self.mask == "causal" else 1)
+        return self.seqlen * self.seqlen_k / (2 if self.mask == "causal" else 1)
 
     @property
     def flops(self):
@@ -50,8 +55,8 @@ class Cell:
     @property
     def input_bytes(self):
         """Of q, k, v and dout."""
-        columns = (self.heads + self.key_heads) * (self.head_dim + self.out_dim)
-        return self.batch * self.seqlen * columns * getattr(torch, self.dtype).itemsize
+        rows = self.heads * self.seqlen + self.key_heads * self.seqlen_k
+        return self.batch * rows * (self.head_dim + self.out_dim) * getattr(torch, self.dtype).itemsize
 
     @property
     def label(self):
@@ -69,8 +74,8 @@ class Cell:
         return torch.exp2(-8 * heads / self.heads) if self.alibi else None
 
     def visible(self, queries, device):
-        """Positions [n] -> bool [n, seqlen]: which keys each query sees."""
-        distance = queries.to(device)[:, None] - torch.arange(self.seqlen, device=device)
+        """Positions [n] -> bool [n, seqlen_k]: which keys each query sees."""
+        distance = queries.to(device)[:, None] - torch.arange(self.seqlen_k, device=device)
         if self.mask == "full":
             return torch.ones_like(distance, dtype=torch.bool)
         nearest = distance >= 0

@@ -24,6 +24,7 @@ import kernel_variants  # noqa: E402
 import machine  # noqa: E402
 import masks  # noqa: E402
 import memory  # noqa: E402
+import models  # noqa: E402
 import multihead_attention  # noqa: E402
 import packed  # noqa: E402
 import training  # noqa: E402
@@ -142,6 +143,23 @@ def test_reference_rows_of_grouped_heads_are_those_of_autograd(group):
         found = attention.errors(replace(cell, direction=direction), [x[None] for x in inputs], results)
         assert max(found["right"].values()) < 1e-12
         assert (max(found["wrong"].values()) > 0.1) == (group == 2)  # with 1 and 4 it isn't wrong
+
+
+def test_models_writes_its_table(device, tmp_path, capsys, monkeypatch):
+    shapes = {"grouped": (1, 96, 4, 32, "causal", {"group": 2}), "text": (2, 96, 2, 32, "full", {"keys": 7}),
+              "local": (1, 96, 2, 32, "window", {"left": 9}), "left out": (1, 8, 1, 8, "full", {})}
+    monkeypatch.setattr(models, "MODELS", shapes)
+    path = tmp_path / "models.json"
+    models.main(["--device", device, "--models", "grouped", "text", "local", "--dtypes", "float32", "--rounds",
+                 "2", "--idle-ms", "0", "--peers", "sdpa", "--json", str(path)])
+    printed, results = capsys.readouterr().out, json.loads(path.read_text())
+    assert len(results["cells"]) == 6 and printed.count("ward  text ") == printed.count("ward text ") == 1
+    for cell in results["cells"]:
+        passes = 2.5 if cell["direction"] == "backward" else 1
+        scores = {"grouped": 96 * 96 / 2 * 4, "text": 2 * 2 * 96 * 7, "local": 2 * (45 + 87 * 10)}
+        assert cell["flops"] == 4 * 32 * scores[cell["model"]] * passes
+        for name in ("flash_attn", "sdpa"):
+            assert max(cell["results"][name]["errors"].values()) < (1e-5 if device == "cpu" else 1e-2)
 
 
 @pytest.mark.parametrize("group", [1, 2])

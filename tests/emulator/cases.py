@@ -414,7 +414,7 @@ def test_backward_of_parts_of_groups(head_dim, lengths, deterministic):
 
 @pytest.mark.parametrize("shape", [(1500, 70, 1, 2), (700, 300, 1, 1), (20, 500, 2, 1)], ids=str)
 @pytest.mark.parametrize("features", ["plain", "causal", "window"])
-@pytest.mark.parametrize("head_dim", [64, 96, 128])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 def test_backward_of_parts_of_queries(head_dim, features, shape):
     """Few tiles of keys are walked with some of the queries each; of one, dQ is no sum (walk_parts.cuh)."""
     seqlen_q, seqlen_k, batch, heads = shape

@@ -91,9 +91,6 @@ const char* why_not(const BackwardProblem& whole, const Device&) {
     return switched_off();
 }
 
-bool has_map(const ForwardProblem& problem) {
-    return problem.query_blocks.counts;
-}
 // Without a map.
 bool every_query_sees_keys(const ForwardProblem& problem) {
     if (problem.cu_seqlens_q || problem.cu_seqlens_k) return false;
@@ -117,6 +114,7 @@ bool does_whole_units(const ForwardProblem& problem, const Device& device, int64
 
 // How one launch adds dQ up (backward_dq.cuh), and in which order blocks take tiles of keys.
 struct Walk {
+    KeyTiles tiles;
     int64_t parts_of_queries;
     BackwardOrder order;
     WalkParts parts;
@@ -127,7 +125,8 @@ struct Walk {
     DqFinish dq_finish;
 
     Walk(const ForwardProblem& problem, const Device& device)
-        : parts_of_queries(queries_at_once(problem, device)),
+        : tiles(problem, device, kConfiguration.query_tile, kConfiguration.key_tile),
+          parts_of_queries(tiles.parts_of_queries()),
           order(order_of(problem, device)),
           parts(parts_of(problem, device)),
           in_parts(parts.of(problem)),
@@ -173,89 +172,26 @@ struct Walk {
     // blocks enough tiles to end together, and leave the cache what blocks that run together share; but no
     // walk should become so short that its begin and end count. In turns the fewer heads the better.
     WalkParts parts_of(const ForwardProblem& problem, const Device& device) const {
+        if (const WalkParts at_once = tiles.at_once(); at_once.divide()) return at_once;
         const int64_t group = RowTiling::group_of(problem), blocks = device.multiprocessors;
-        const int64_t key_heads = heads_of_keys(problem), tiles = tiles_of_keys(problem);
-        if (parts_of_queries > 1)
-            return WalkParts::of_queries_at_once(
-                parts_of_queries, key_heads,
-                tiles_of_queries(problem) / parts_of_queries * kConfiguration.query_tile);
-        if (group == 1) return WalkParts::whole(key_heads);
-        const auto divides = [&](int64_t parts) { return group % parts == 0; };
-        if (const int64_t parts = at_once(problem, device, group * longest_walk(problem), group, divides);
-            parts > 1)
-            return WalkParts::of_heads_at_once(parts, key_heads);
         const bool in_turns = order == BackwardOrder::turns;
         const bool by_diagonal =
             order == BackwardOrder::by_length && has_diagonal(problem) && !has_map(problem);
-        if (!(in_turns || by_diagonal) || are_few(tiles, device)) return WalkParts::whole(key_heads);
-        const int64_t queries = mean_queries(problem), head_bytes = kConfiguration.head_dim * 8;
+        if (group == 1 || !(in_turns || by_diagonal) || tiles.are_few())
+            return WalkParts::whole(tiles.key_heads());
+        const int64_t queries = tiles.mean_queries(), head_bytes = kConfiguration.head_dim * 8;
         const auto fit = [&](int64_t bytes) { return bytes * 4 <= device.l2_bytes * 5; };
         const bool all_fit = fit(problem.batch * problem.heads_q * queries * head_bytes);
         const int64_t together = std::max(problem.seqlen_q, blocks * kConfiguration.key_tile);
         const auto suffice = [&](int64_t heads) {
-            return by_diagonal && (all_fit || (2 * tiles * group / heads >= 15 * blocks &&
+            return by_diagonal && (all_fit || (2 * tiles.count() * group / heads >= 15 * blocks &&
                                                fit(heads * together * head_bytes)));
         };
         int64_t heads = group;
         for (int64_t fewer = group - 1; fewer > 0 && fewer * queries >= (in_turns ? 2048 : 4096); --fewer)
             if (group % fewer == 0 && !suffice(heads) && (fewer > 1 || (heads == group && group > 3)))
                 heads = fewer;
-        return WalkParts::of_heads_in_a_row(group / heads, key_heads);
-    }
-    // A head without a group has its queries divided, if it is not packed, nor its sums to be the same
-    // whatever else there is.
-    static int64_t queries_at_once(const ForwardProblem& problem, const Device& device) {
-        const int64_t tiles = tiles_of_queries(problem);
-        if (RowTiling::group_of(problem) > 1 || has_map(problem) || problem.deterministic ||
-            problem.cu_seqlens_q || problem.cu_seqlens_k)
-            return 1;
-        return at_once(problem, device, longest_walk(problem), tiles,
-                       [&](int64_t parts) { return tiles % parts == 0; });
-    }
-    // In how many parts walks end clearly first. Counted in tiles of queries; a walk's begin and end are ten.
-    // Tiles of keys that differ are taken longest first. A deterministic sum must not depend on how many
-    // batch entries there are, nor on other packed sequences.
-    template <class Divides>
-    static int64_t at_once(const ForwardProblem& problem, const Device& device, int64_t longest, int64_t most,
-                           const Divides& divides) {
-        int64_t tiles = tiles_of_keys(problem);
-        if (problem.deterministic) {
-            if (problem.cu_seqlens_q || problem.cu_seqlens_k || problem.seqlen_k < 4096) return 1;
-            tiles /= problem.batch;
-        }
-        if (tiles == 0 || !are_few(tiles, device)) return 1;
-        const int64_t blocks = device.multiprocessors;
-        const auto time = [&](int64_t parts) {
-            const int64_t walks = tiles * parts, steps = (longest + parts - 1) / parts + 10;
-            if (!has_diagonal(problem)) return (walks + blocks - 1) / blocks * steps;
-            return std::max(steps, walks * (longest / parts / 2 + 10) / blocks);
-        };
-        int64_t best = 1;
-        for (int64_t parts = 2; parts <= most; ++parts)
-            if (divides(parts) && time(parts) * 5 < time(best) * 4) best = parts;
-        return best;
-    }
-    static int64_t heads_of_keys(const ForwardProblem& problem) {
-        return std::max<int64_t>(problem.heads_k * (problem.cu_seqlens_k ? 1 : problem.batch), 1);
-    }
-    static int64_t tiles_of_keys(const ForwardProblem& problem) {
-        return RowTiling::of_keys_together(problem, kConfiguration.key_tile, 1).count();
-    }
-    static int64_t tiles_of_queries(const ForwardProblem& problem) {
-        return (problem.seqlen_q + kConfiguration.query_tile - 1) / kConfiguration.query_tile;
-    }
-    static int64_t mean_queries(const ForwardProblem& problem) {
-        return problem.cu_seqlens_q ? problem.rows_q / std::max<int64_t>(problem.batch, 1) : problem.seqlen_q;
-    }
-    static int64_t longest_walk(const ForwardProblem& problem) {
-        return (mean_queries(problem) + kConfiguration.query_tile - 1) / kConfiguration.query_tile;
-    }
-    // Tiles of keys, so that a part would have to wait for the one before.
-    static bool are_few(int64_t tiles, const Device& device) {
-        return tiles * 4 < device.multiprocessors * 7;
-    }
-    static bool has_diagonal(const ForwardProblem& problem) {
-        return problem.window_right >= 0 && problem.window_left < 0;
+        return WalkParts::of_heads_in_a_row(group / heads, tiles.key_heads());
     }
     static bool sees_all(const ForwardProblem& problem) {
         return problem.window_right < 0 && problem.window_left < 0 && !problem.cu_seqlens_q &&

@@ -64,7 +64,7 @@ class BackwardConsumer {
             keep(zero);
             dk_.fill(zero[0]);
             dv_.fill(zero[0]);
-            if (!kInWalk) parts_.begin<c.consumers>(dk_, dv_, plan.part, plan.tile_of_all, thread_);
+            if (!kInWalk) parts_.begin<c.consumers, kTilesOfParts>(plan.part, plan.tile_of_all, thread_, dk_, dv_);
             if (plan.has_queries) {
                 if constexpr (kTakesTurns)
                     walk_in_turns(tile, n);
@@ -110,6 +110,7 @@ class BackwardConsumer {
     // it has one place; kSecond: of the second warpgroup alone.
     static constexpr int kConsumers = 1, kTurns = 2, kRoom = 4, kSecond = 5;
     static constexpr int kPanels = c.columns() / kPanel;  // of a gradient
+    static constexpr int kTilesOfParts = 2 * Gradient::column_tiles;
 
     // The same for the whole warp, and the compiler knows.
     __device__ __forceinline__ static int warpgroup() {
@@ -352,7 +353,7 @@ class BackwardConsumer {
         shared_.leave_plan(tile);  // before the stores: what ptxas keeps in memory comes behind them
         // The next dS's place is free; the other one when everybody's last dQ is multiplied.
         if constexpr (ScoreTile::panels == 1 || Shared::kBuffers == 1) meet();
-        if (!parts_.end<c.consumers>(dk_, dv_, part, tile_of_all, thread_)) return;
+        if (!parts_.end<c.consumers, kTilesOfParts>(part, tile_of_all, thread_, dk_, dv_)) return;
         dk_ *= float(problem.softmax_scale);
         // A copy leaves out what lies behind the tensor's rows, but would write those of the next sequence.
         const bool whole = keys.rows.begin <= first && first + 16 <= keys.rows.end;

@@ -127,18 +127,13 @@ struct BackwardPlan {
                          const AlignedRows& statistics, TileOrder::Place at, BackwardOrder order,
                          const WalkParts& parts, const BackwardConfiguration& c) {
         place = at;
-        if (c.adds_dq()) {
-            part = parts.part(at.head);
-            tile_of_all = parts.key_head_of_all(at.head) * tiling.tiles() + at.tile;
-            at.head = parts.unit_of_heads(at.head);
-        }
+        part = parts.part(at.head);
+        tile_of_all = parts.key_head_of_all(at.head) * tiling.tiles() + at.tile;
+        at.head = parts.unit_of_heads(at.head);
         tile = tiling(at, problem, order != BackwardOrder::by_length);
-        Interval walked{};
-        if (c.adds_dq()) {
-            tile.key_head = parts.key_head(uint32_t(tile.head));
-            if (parts.of_queries()) tile.head = tile.key_head;
-            walked = parts.queries(part);
-        }
+        tile.key_head = parts.key_head(uint32_t(tile.head));
+        if (parts.of_queries()) tile.head = tile.key_head;
+        const Interval walked = parts.queries(part);
         mask = Mask(problem, tile.sequence);
         partial = tile.rows.begin > tile.first || tile.rows.end < tile.first + c.key_tile;
         has_queries = false;
@@ -146,10 +141,10 @@ struct BackwardPlan {
         bounds = KeyBounds(mask, tile);
         if (c.transformed) transform = ScoreTransform<GpuMath>(problem, tile.batch, tile.head * tile.group);
         first_dq_tile = dq_sums.first_tile(tile.batch);
-        if (c.adds_dq() && parts.of_queries()) first_dq_tile -= uint32_t(walked.begin) / c.query_tile;
+        if (parts.of_queries()) first_dq_tile -= uint32_t(walked.begin) / c.query_tile;
         first_statistic = int(statistics.first(tile.batch));
-        Interval first = mask.queries_of(tile.rows.begin), last = mask.queries_of(tile.rows.end - 1);
-        if (c.adds_dq()) first = intersection(first, walked), last = intersection(last, walked);
+        const Interval first = intersection(mask.queries_of(tile.rows.begin), walked),
+                       last = intersection(mask.queries_of(tile.rows.end - 1), walked);
         const Interval tiles = tiles_of({first.begin, last.end}, c);
         first_query_tile = uint32_t(tiles.begin);
         query_tiles = uint32_t(tiles.end) - first_query_tile;

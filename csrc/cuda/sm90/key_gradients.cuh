@@ -12,6 +12,8 @@
 // that runs.
 #pragma once
 
+#include <algorithm>
+
 #include "../ptx/barrier.h"
 #include "../sanitized.h"
 #include "../tile/warp_product.h"
@@ -37,9 +39,10 @@ template <DType dtype, BackwardConfiguration c, KeyRole role>
 class KeyGradients {
   public:
     // score_unit: from a dot product to a score in log 2.
-    __device__ KeyGradients(const BackwardProblem& problem, BackwardShared<c>& shared,
-                            const float& score_unit)
+    __device__ KeyGradients(const BackwardProblem& problem, const WalkParts& parts,
+                            BackwardShared<c>& shared, const float& score_unit)
         : problem_(problem),
+          parts_(parts),
           shared_(shared),
           score_unit_(score_unit),
           thread_(threadIdx.x % 128),
@@ -261,16 +264,20 @@ class KeyGradients {
         const ForwardProblem& problem = problem_.forward;
         const HeadRows<Bits<dtype>> to(of_keys() ? problem_.dk : problem_.dv,
                                        plan.tile.unowned ? 0 : plan.tile.batch,
-                                       plan.tile.sequence.first_key_row, plan.tile.head,
+                                       plan.tile.sequence.first_key_row, plan.tile.key_head,
                                        of_keys() ? problem.head_dim : problem.head_dim_v);
         const Position first = plan.tile.first + warp_row();
         const Interval rows = plan.tile.rows;
+        const uint32_t part = plan.part, tile_of_all = plan.tile_of_all;
         shared_.leave_plan(tile);
+        constexpr int tiles = std::max(c.head_dim, c.values()) / 8;
+        if (!parts_.end<c.consumers, tiles>(part, tile_of_all, threadIdx.x, gradient_)) return;
         if (of_keys()) gradient_ *= float(problem.softmax_scale);
         store_rows<dtype>(to, gradient_, first, rows);
     }
 
     const BackwardProblem& problem_;
+    const WalkParts& parts_;
     BackwardShared<c>& shared_;
     const float& score_unit_;
     const uint32_t thread_;        // of the warpgroup

@@ -74,35 +74,34 @@ class WalkParts {
         gradients_ = static_cast<float*>(gradients);
     }
 
-    // By each warp before it walks: dK and dV, which are zero, as the part before has left them. tile: of
-    // keys, of all key heads.
-    template <int kThreads, class Gradient>
-    __device__ __forceinline__ void begin(Gradient& dk, Gradient& dv, uint32_t part, uint32_t tile,
-                                          uint32_t thread) const {
+    // By each warp before it walks: gradients, which are zero, as the part before has left them. tile: of
+    // keys, of all key heads; kTiles: of 16 x 8, of all gradients that a thread may have.
+    template <int kThreads, int kTiles, class... Gradients>
+    __device__ __forceinline__ void begin(uint32_t part, uint32_t tile, uint32_t thread,
+                                          Gradients&... gradients) const {
         if (part == 0 || !in_a_row_) return;
         while (__any_sync(0xffffffff, load_acquire(done_of<kThreads>(tile, thread)) < part)) __nanosleep(50);
-        const float4* const from = place_of<kThreads, Gradient>(tile, thread);
-        each<Gradient>([&](int i, float (&x)[4]) { set(x, __ldcg(from + i * kThreads)); }, dk, dv);
+        const float4* const from = place_of<kThreads, kTiles>(tile, thread);
+        each([&](int i, auto& x) { set(x, __ldcg(from + i * kThreads)); }, gradients...);
     }
-    // Behind it. True if dK and dV are all of the group's.
-    template <int kThreads, class Gradient>
-    __device__ __forceinline__ bool end(Gradient& dk, Gradient& dv, uint32_t part, uint32_t tile,
-                                        uint32_t thread) const {
+    // Behind it. True if the gradients are all of the group's.
+    template <int kThreads, int kTiles, class... Gradients>
+    __device__ __forceinline__ bool end(uint32_t part, uint32_t tile, uint32_t thread,
+                                        Gradients&... gradients) const {
         const uint32_t last = parts_.divisor - 1;
         if (part == last && in_a_row_) return true;
         const uint32_t first_place = in_a_row_ ? tile : tile * parts_.divisor;
-        float4* const to = place_of<kThreads, Gradient>(first_place + (in_a_row_ ? 0 : part), thread);
-        each<Gradient>([&](int i, float (&x)[4]) { __stcg(to + i * kThreads, get(x)); }, dk, dv);
+        float4* const to = place_of<kThreads, kTiles>(first_place + (in_a_row_ ? 0 : part), thread);
+        each([&](int i, auto& x) { __stcg(to + i * kThreads, get(x)); }, gradients...);
         __syncwarp();
         uint32_t before = 0;
         if (thread % 32 == 0) before = add_acquire_release(done_of<kThreads>(tile, thread), 1);
         if (in_a_row_ || __shfl_sync(0xffffffff, before, 0) != last) return false;
-        dk.clear();
-        dv.clear();
+        (gradients.clear(), ...);
 #pragma unroll 1
-        for (uint32_t i = 0; i <= last; ++i) {
-            const float4* const from = place_of<kThreads, Gradient>(first_place + i, thread);
-            each<Gradient>([&](int i, float (&x)[4]) { add(x, __ldcg(from + i * kThreads)); }, dk, dv);
+        for (uint32_t place = 0; place <= last; ++place) {
+            const float4* const from = place_of<kThreads, kTiles>(first_place + place, thread);
+            each([&](int i, auto& x) { add(x, __ldcg(from + i * kThreads)); }, gradients...);
         }
         return true;
     }
@@ -115,21 +114,20 @@ class WalkParts {
     __device__ __forceinline__ uint32_t* done_of(uint32_t tile, uint32_t thread) const {
         return done_ + (tile * (kThreads / 32) + thread / 32);
     }
-    template <int kThreads, class Gradient>
+    template <int kThreads, int kTiles>
     __device__ __forceinline__ float4* place_of(uint32_t place, uint32_t thread) const {
-        constexpr int tiles = 2 * Gradient::row_tiles * Gradient::column_tiles;
-        return reinterpret_cast<float4*>(gradients_) + int64_t(place) * (tiles * kThreads) + thread;
+        return reinterpret_cast<float4*>(gradients_) + int64_t(place) * (kTiles * kThreads) + thread;
     }
-    template <class Gradient, class Visit>
-    __device__ __forceinline__ static void each(const Visit& visit, Gradient& dk, Gradient& dv) {
+    template <class Visit, class... Gradients>
+    __device__ __forceinline__ static void each(const Visit& visit, Gradients&... gradients) {
         int i = 0;
+        const auto of_one = [&](auto& gradient) {
 #pragma unroll
-        for (int m = 0; m < Gradient::row_tiles; ++m)
+            for (auto& row : gradient.value)
 #pragma unroll
-            for (int n = 0; n < Gradient::column_tiles; ++n) {
-                visit(i++, dk.value[m][n]);
-                visit(i++, dv.value[m][n]);
-            }
+                for (auto& x : row) visit(i++, x);
+        };
+        (of_one(gradients), ...);
     }
     __device__ __forceinline__ static void set(float (&x)[4], const float4& from) {
         x[0] = from.x, x[1] = from.y, x[2] = from.z, x[3] = from.w;
@@ -145,7 +143,7 @@ class WalkParts {
     bool in_a_row_;
     Position queries_ = 0;        // of a part; 0: all, of some of the group's heads
     uint32_t* done_ = nullptr;    // of each tile of keys and warp: so many parts
-    float* gradients_ = nullptr;  // [key heads, tiles, parts or 1, dK's and dV's of 16 x 8, threads, 4]
+    float* gradients_ = nullptr;  // [key heads, tiles, parts or 1, tiles of 16 x 8, threads, 4]
 };
 
 }  // namespace flash::cuda::sm90

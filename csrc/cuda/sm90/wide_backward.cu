@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(kConfiguration.threads, 1)
                             const __grid_constant__ AlignedStatistics statistics,
                             const __grid_constant__ TileQueue queue, const __grid_constant__ DqSums no_sums,
                             const __grid_constant__ float score_unit,
-                            const __grid_constant__ WalkParts whole_groups) {
+                            const __grid_constant__ WalkParts parts) {
     extern __shared__ __align__(1024) char memory[];
     Shared& shared = *reinterpret_cast<Shared*>(memory);
     if (threadIdx.x == 0) {
@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(kConfiguration.threads, 1)
         shrink_registers<kProducerRegisters>();
         const int warp = int(threadIdx.x - kConfiguration.consumers) / 32;
         BackwardProducer<kDType, kConfiguration> producer(problem, maps, statistics, queue, no_sums,
-                                                          BackwardOrder::by_length, whole_groups, shared);
+                                                          BackwardOrder::by_length, parts, shared);
         if (warp == 0) producer.template run<false>();
         if (warp == 1) producer.template run<true>();
     } else {
@@ -53,9 +53,9 @@ __global__ void __launch_bounds__(kConfiguration.threads, 1)
         constexpr KeyRole first = alike ? KeyRole::either : KeyRole::dv,
                           second = alike ? KeyRole::either : KeyRole::dk;
         if (alike || __shfl_sync(0xffffffff, int(threadIdx.x) / 128, 0) == 0)
-            KeyGradients<kDType, kConfiguration, first>(problem, shared, score_unit).run();
+            KeyGradients<kDType, kConfiguration, first>(problem, parts, shared, score_unit).run();
         else
-            KeyGradients<kDType, kConfiguration, second>(problem, shared, score_unit).run();
+            KeyGradients<kDType, kConfiguration, second>(problem, parts, shared, score_unit).run();
     }
 }
 
@@ -103,9 +103,38 @@ const char* why_not(const BackwardProblem& whole, const Device& device) {
     return switched_off();
 }
 
-// Two queues' counters, statistics.
-int64_t workspace_bytes(const BackwardProblem& problem, const Device&) {
-    return 2 * padded(TileQueue::workspace_bytes) + StatisticsSpace(problem.forward).bytes();
+// Of dK's and dV's kernel.
+struct Walk {
+    WalkParts parts;
+    RowTiling keys;
+
+    Walk(const ForwardProblem& problem, const Device& device)
+        : parts(KeyTiles(problem, device, kConfiguration.query_tile, kConfiguration.key_tile).at_once()),
+          keys(tiling(parts.of(problem), device)) {}
+
+    int64_t counter_bytes() const {
+        return padded(parts.counter_bytes(keys.tiles(), kConfiguration.consumers / 32));
+    }
+    int64_t gradient_bytes() const {
+        const int columns = std::max(kConfiguration.head_dim, kConfiguration.values());
+        return parts.bytes(keys.tiles(), 2 * kConfiguration.key_tile * columns);
+    }
+
+  private:
+    // dQ's kernel fills the end of the other one; behind long walks it need not, and they are slower so.
+    static RowTiling tiling(const ForwardProblem& problem, const Device& device) {
+        const auto of_keys = RowTiling::are_long(problem, kConfiguration.key_tile)
+                                 ? RowTiling::of_keys
+                                 : RowTiling::of_keys_soon_done;
+        return of_keys(problem, kConfiguration.key_tile, device.l2_bytes / 3, device.multiprocessors);
+    }
+};
+
+// Two queues' counters, statistics, the parts' counters, what parts leave.
+int64_t workspace_bytes(const BackwardProblem& problem, const Device& device) {
+    const Walk walk(problem.forward, device);
+    return 2 * padded(TileQueue::workspace_bytes) + StatisticsSpace(problem.forward).bytes() +
+           walk.counter_bytes() + walk.gradient_bytes();
 }
 
 template <class... Arguments>
@@ -121,21 +150,20 @@ void launch(const BackwardProblem& problem, const Launch& launch) {
     char* const workspace = counters + 2 * padded(TileQueue::workspace_bytes);
     const StatisticsSpace space(forward);
     const AlignedStatistics statistics = space.at(workspace);
-    clear(workspace + space.zeros(), space.bytes() - space.zeros(), launch);
+    Walk walk(forward, launch.device);
+    char* const parts_counters = workspace + space.bytes();
+    walk.parts.lie_at(parts_counters, parts_counters + walk.counter_bytes());
+    clear(workspace + space.zeros(), space.bytes() - space.zeros() + walk.counter_bytes(), launch);
     compute_delta(problem, statistics, launch.overlapping());
     const float unit = score_unit(forward, kConfiguration.transformed);
     constexpr int query_tile = kConfiguration.query_tile, key_tile = kConfiguration.key_tile;
     const BackwardMaps maps = maps_of(problem, statistics, kDType, query_tile, key_tile, false);
 
-    // dQ's kernel fills the end of the other one; behind long walks it need not, and they are slower so.
-    const auto tiling =
-        RowTiling::are_long(forward, key_tile) ? RowTiling::of_keys : RowTiling::of_keys_soon_done;
-    const RowTiling keys =
-        tiling(forward, key_tile, launch.device.l2_bytes / 3, launch.device.multiprocessors);
+    const RowTiling& keys = walk.keys;
     const DqSums no_sums = DqSums::of_places(RowTiling::of_queries(forward, query_tile, 0), 1, 1, 0, 1);
     launch_walk(attention_key_gradients, keys, sizeof(Shared), launch.overlapping(), problem, maps,
                 statistics, TileQueue(keys, keys.count(), 0, counter_at(counters, launch)), no_sums, unit,
-                WalkParts::whole(keys.heads()));
+                walk.parts);
 
     const RowTiling queries = query_tiling(forward, launch.device);
     const QueryGradientMaps query_maps{
