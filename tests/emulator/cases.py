@@ -412,12 +412,15 @@ def test_backward_of_parts_of_groups(head_dim, lengths, deterministic):
     given.check(actual=given.run(deterministic=deterministic))
 
 
-@pytest.mark.parametrize("shape", [(1500, 70, 1, 2), (700, 300, 1, 1), (20, 500, 2, 1)], ids=str)
-@pytest.mark.parametrize("features", ["plain", "causal", "window"])
-@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
-def test_backward_of_parts_of_queries(head_dim, features, shape):
-    """Few tiles of keys are walked with some of the queries each; of one, dQ is no sum (walk_parts.cuh)."""
-    seqlen_q, seqlen_k, batch, heads = shape
-    given = dataclasses.replace(case(HALF, head_dim, seqlen_q, seqlen_k, **FEATURES[features]), batch=batch,
-                                num_heads=heads, num_heads_k=heads)
+@pytest.mark.parametrize("shape", [(1600, 60, 1, 1, 1), (700, 300, 1, 1, 1), (20, 500, 2, 1, 1),
+                                   (500, 150, 1, 1, 6)], ids=str)
+@pytest.mark.parametrize("features", ["plain", "causal", "window", "dropout"])
+@pytest.mark.parametrize("dtype,head_dim", [(HALF, 64), (HALF, 96), (HALF, 128), (HALF, 192), (HALF, 256),
+                                            (SINGLE, 64)])
+def test_backward_of_parts_at_once(dtype, head_dim, features, shape):
+    """Few tiles of keys are walked with some of the queries or of the group's heads each; of one tile dQ is
+    no sum (walk_parts.cuh)."""
+    seqlen_q, seqlen_k, batch, key_heads, group = shape
+    given = dataclasses.replace(case(dtype, head_dim, seqlen_q, seqlen_k, **FEATURES[features]), batch=batch,
+                                num_heads=key_heads * group, num_heads_k=key_heads)
     given.check(given.draw(), given.draw_dlse())

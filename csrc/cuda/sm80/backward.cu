@@ -1,4 +1,5 @@
 // One row of the kernel table and one element type, compiled into the kernels of each feature set.
+#include "../any/key_tiles.h"
 #include "../any/rows.h"
 #include "../launch.h"
 #include "backward.cuh"
@@ -25,16 +26,18 @@ constexpr int blocks_of(Features features) {
 template <Features features>
 __global__ void __launch_bounds__(kThreads, blocks_of(features))
     attention_backward(const __grid_constant__ BackwardProblem problem,
-                       const __grid_constant__ RowTiling tiling, const __grid_constant__ DqSums dq_sums) {
+                       const __grid_constant__ RowTiling tiling, const __grid_constant__ DqSums dq_sums,
+                       const __grid_constant__ WalkParts parts) {
     extern __shared__ __align__(128) char memory[];
     auto& shared = *reinterpret_cast<BackwardShared<kDType, kConfiguration>*>(memory);
     const TileOrder::Place place = tiling.place(blockIdx.x);
-    const RowTile tile = tiling(place, problem.forward, false);
-    BackwardTile<kDType, kConfiguration, features> work(problem, shared, dq_sums);
+    const RowTile tile = walked_tile(tiling, place, problem.forward, parts);
+    BackwardTile<kDType, kConfiguration, features> work(problem, shared, dq_sums, parts);
     work.load_first(tile);
     if (threadIdx.x == 0) {
         work.start_barriers();
-        BackwardPlan<kDType, kConfiguration>(problem, shared, dq_sums).start(place, tile);
+        BackwardPlan<kDType, kConfiguration>(problem, shared, dq_sums, parts)
+            .start(place, tile, tiling.tiles());
     }
     if (threadIdx.x == 32) dq_sums.wait_for_place(place.head);
     __syncthreads();
@@ -49,18 +52,40 @@ __global__ void __launch_bounds__(kThreads)
 
 constexpr int kDqElements = kConfiguration.query_tile * kConfiguration.head_dim;
 
-// How one launch adds dQ up, and in which order blocks take tiles of keys.
+// What one launch walks, in which order, and how it adds dQ up.
 struct Walk {
+    WalkParts parts;
     RowTiling queries, keys;
     DqSums dq_sums;
 
     Walk(const ForwardProblem& problem, const Device& device)
-        : queries(query_tiling(problem)),
-          keys(RowTiling::of_keys(problem, kConfiguration.key_tile,
-                                  device.l2_bytes / (finishes_dq(problem) ? 12 : 3))),
-          dq_sums(problem.deterministic ? DqSums(queries) : sums(problem, device)) {}
+        : parts(KeyTiles(problem, blocks_at_once(device), kConfiguration.query_tile, kConfiguration.key_tile)
+                    .at_once()),
+          queries(query_tiling(problem)),
+          keys(RowTiling::of_keys(parts.of(problem), kConfiguration.key_tile,
+                                  device.l2_bytes / (finishes_dq(parts.of(problem)) ? 12 : 3))),
+          dq_sums(problem.deterministic ? DqSums(queries) : sums(parts.of(problem), device)) {}
+
+    // Zero at the start: the parts' counters, then what dQ's sums need. Then what parts leave.
+    int64_t zeros() const { return counter_bytes() + (dq_sums_exist() ? dq_sums.bytes() : 0); }
+    int64_t bytes() const {
+        return zeros() + parts.bytes(keys.tiles(), 2 * kConfiguration.key_tile * kConfiguration.head_dim);
+    }
+    void lie_at(void* workspace) {
+        char* const counters = static_cast<char*>(workspace);
+        parts.lie_at(counters, counters + zeros());
+        if (dq_sums_exist()) dq_sums.lie_at(counters + counter_bytes());
+    }
+    bool dq_sums_exist() const { return dq_sums.tiles() > 0; }
 
   private:
+    static int64_t blocks_at_once(const Device& device) {
+        return int64_t(device.multiprocessors) * kConfiguration.blocks;
+    }
+    int64_t counter_bytes() const {
+        return (parts.counter_bytes(keys.tiles(), kConfiguration.warps) + 255) / 256 * 256;
+    }
+
     static RowTiling query_tiling(const ForwardProblem& problem) {
         // A block list may cut queries elsewhere; the sums' tiles are counted from the first query.
         ForwardProblem dense = problem;
@@ -69,9 +94,9 @@ struct Walk {
     }
 
     DqSums sums(const ForwardProblem& problem, const Device& device) const {
-        return DqSums(keys, queries, RowTiling::group_of(problem),
-                      int64_t(device.multiprocessors) * kConfiguration.blocks, kDqElements, true,
-                      features_of(problem) == Features::none ? float(problem.softmax_scale) : 1.f);
+        return DqSums(keys, queries, RowTiling::group_of(problem), blocks_at_once(device), kDqElements, true,
+                      features_of(problem) == Features::none ? float(problem.softmax_scale) : 1.f,
+                      parts.parts_of_queries());
     }
 
     // Sums that are finished in the walk want to stay in the cache as well, those of two sections.
@@ -82,7 +107,7 @@ struct Walk {
 };
 
 int64_t workspace_bytes(const BackwardProblem& problem, const Device& device) {
-    return problem.forward.deterministic ? 0 : Walk(problem.forward, device).dq_sums.bytes();
+    return Walk(problem.forward, device).bytes();
 }
 
 template <Features features>
@@ -90,12 +115,10 @@ void launch_features(const BackwardProblem& problem, const Launch& launch) {
     const ForwardProblem& forward = problem.forward;
     compute_delta(problem, launch);
     Walk walk(forward, launch.device);
-    if (!forward.deterministic) {
-        set_zero(launch.workspace, walk.dq_sums.bytes(), FLASH_KERNEL_NAME, launch);
-        walk.dq_sums.lie_at(launch.workspace);
-    }
+    if (walk.zeros() > 0) set_zero(launch.workspace, walk.zeros(), FLASH_KERNEL_NAME, launch);
+    walk.lie_at(launch.workspace);
     launch_kernel(FLASH_KERNEL_NAME, attention_backward<features>, walk.keys.count(), kThreads, kSharedBytes,
-                  launch, problem, walk.keys, walk.dq_sums);
+                  launch, problem, walk.keys, walk.dq_sums, walk.parts);
     if (problem.dbias.data) FLASH_BIAS_GRADIENT(problem, launch);
     if (forward.deterministic)
         FLASH_QUERY_GRADIENT(problem, launch);

@@ -1,6 +1,7 @@
 // FlashAttention backward (docs/algorithm.md) with mma.sync, the walk by keys: one block owns a tile of keys
 // of one key head, holds dK and dV in registers and visits the query tiles that see it, of every query head
-// of the group in turn, so that no gradient is ever summed across blocks but dQ. Per query tile:
+// of the group in turn, so that no gradient is summed across blocks but dQ (and dK and dV where tiles of keys
+// are few: any/walk_parts.cuh). Per query tile:
 //
 //     S = Q K^T, dP = dO V^T       warps split the scores      score_rows x rest
 //     P, dS                        to shared memory, 16 bits
@@ -14,144 +15,36 @@
 // loaded meanwhile (stages = 2), or when everybody has left this one into the same place (stages = 1).
 #pragma once
 
-#include "../ptx/mbarrier.h"
-#include "../any/dq_sums.cuh"
 #include "../any/finite.cuh"
-#include "score_gradient.cuh"
-#include "../any/tile_walk.cuh"
+#include "backward_plan.cuh"
 
 namespace flash::cuda::sm80 {
-
-struct BackwardConfiguration {
-    int head_dim, query_tile, key_tile, warps, stages, blocks;
-    int score_rows, gradient_rows, dq_rows;  // warps along the rows of S, of dK and dV, of dQ
-    int finish_apart;  // finish_unit is a function of its own: 4 % faster at 128, slower elsewhere
-};
-
-template <DType dtype, BackwardConfiguration c>
-using Dq = DqTile<dtype, c.query_tile, c.head_dim, c.warps, c.dq_rows>;
-
-// What a query head's tiles are loaded from.
-template <DType dtype>
-struct QueryRows {
-    HeadRows<const Bits<dtype>> queries, douts;
-    const float *lse, *delta;  // of the sequence's first query
-
-    // i: of the group.
-    __device__ __forceinline__ QueryRows(const BackwardProblem& problem, const RowTile& tile, int i)
-        : QueryRows(problem, tile, tile.head * tile.group + i, tile.sequence.first_query_row) {}
-
-  private:
-    __device__ __forceinline__ QueryRows(const BackwardProblem& problem, const RowTile& tile, int64_t head,
-                                         int64_t first)
-        : queries(problem.forward.q, tile.batch, first, head, problem.forward.head_dim),
-          douts(problem.dout, tile.batch, first, head, problem.forward.head_dim_v),
-          lse(statistics_of<const float>(problem.forward.lse, tile.batch, first, head)),
-          delta(statistics_of<const float>(problem.delta, tile.batch, first, head)) {}
-};
-
-// What the block needs of one query head of the group.
-template <DType dtype>
-struct BackwardHead {
-    QueryRows<dtype> rows;
-    float* dq;                 // sums of the sequence's first query tile
-    ScoreTransform<GpuMath> transform;
-    Dropout dropout;
-    ScoreAddend<dtype> addend;
-    SchedulePlace start;
-};
-
-template <DType dtype, BackwardConfiguration c>
-struct BackwardShared {
-    alignas(128) char k[c.key_tile * c.head_dim * element_bytes(dtype)];  // at the end dK
-    alignas(128) char v[c.key_tile * c.head_dim * element_bytes(dtype)];  // at the end dV
-    alignas(128) char q[c.stages][c.query_tile * c.head_dim * element_bytes(dtype)];
-    alignas(128) char dout[c.stages][c.query_tile * c.head_dim * element_bytes(dtype)];
-    alignas(128) char p[c.query_tile * c.key_tile * element_bytes(dtype)];
-    alignas(128) char ds[c.query_tile * c.key_tile * element_bytes(dtype)];
-    alignas(16) float lse[c.stages][c.query_tile];
-    alignas(16) float delta[c.stages][c.query_tile];
-    uint64_t full[c.stages], left, ready;            // mbarriers
-    uint32_t bad_queries[(c.query_tile + 31) / 32];  // rows of Q or dO that are not finite, a bit each
-    uint32_t bad_keys[(c.key_tile + 31) / 32];
-    bool finishes_dq, loaded_early;
-
-    // Thread 0's plan.
-    TileOrder::Place place;
-    RowTile tile;
-    Mask mask;
-    int group;                     // query heads to visit
-    BackwardHead<dtype> heads[2];  // of head i at i % 2
-    SchedulePlace warps[c.warps];
-};
-
-template <DType dtype, BackwardConfiguration c>
-class BackwardPlan {
-  public:
-    __device__ BackwardPlan(const BackwardProblem& problem, BackwardShared<dtype, c>& shared,
-                            const DqSums& dq_sums)
-        : problem_(problem), shared_(shared), dq_sums_(dq_sums) {}
-
-    __device__ void start(const TileOrder::Place& place, const RowTile& tile) const {
-        shared_.place = place;
-        shared_.tile = tile;
-        shared_.mask = Mask(problem_.forward, tile.sequence);
-        if (tile.unowned || tile.rows.empty()) {
-            shared_.group = 1;
-            shared_.heads[0].start.run = {0, 0, false};
-        } else {
-            shared_.group = tile.group;
-            start_head(0);
-        }
-    }
-
-    // Describes head i of the group; nobody may be reading head i - 2.
-    __device__ void start_head(int i) const {
-        const ForwardProblem& problem = problem_.forward;
-        BackwardHead<dtype>& out = shared_.heads[i % 2];
-        const RowTile& tile = shared_.tile;
-        const int64_t head = tile.head * tile.group + i;
-        out.rows = QueryRows<dtype>(problem_, tile, i);
-        out.dq = dq_sums_.of_head(shared_.place.head, i, tile.batch);
-        out.transform = ScoreTransform<GpuMath>(problem, tile.batch, head);
-        if (problem.dropout_threshold) out.dropout = Dropout(problem, tile.batch, head);
-        out.addend = ScoreAddend<dtype>(problem, tile.batch, head);
-        const Interval first = shared_.mask.queries_of(tile.rows.begin);
-        const Interval last = shared_.mask.queries_of(tile.rows.end - 1);
-        out.start.schedule =
-            problem.query_blocks.counts
-                ? TileSchedule(first, last, c.query_tile,
-                               block_list_of(problem.query_blocks, tile.batch, head, tile.rows.begin))
-                : TileSchedule(first, last, c.query_tile);
-        out.start.next();
-    }
-
-  private:
-    const BackwardProblem& problem_;
-    BackwardShared<dtype, c>& shared_;
-    const DqSums& dq_sums_;
-};
 
 template <DType dtype, BackwardConfiguration c, Features features>
 class BackwardTile {
   public:
     // Where there are no sums dQ comes from the walk by queries (query_gradient.cuh).
     __device__ BackwardTile(const BackwardProblem& problem, BackwardShared<dtype, c>& shared,
-                            const DqSums& dq_sums)
-        : problem_(problem), shared_(shared), plan_(problem, shared, dq_sums), dq_sums_(dq_sums) {}
+                            const DqSums& dq_sums, const WalkParts& parts)
+        : problem_(problem),
+          shared_(shared),
+          plan_(problem, shared, dq_sums, parts),
+          dq_sums_(dq_sums),
+          parts_(parts) {}
 
     // Needs no plan: the copies run while thread 0 makes it. Queries are among them where their first tile is
     // easily found.
     __device__ __forceinline__ void load_first(const RowTile& tile) {
         const ForwardProblem& problem = problem_.forward;
         const int64_t first = tile.sequence.first_key_row;
-        const HeadRows<const Bits<dtype>> k(problem.k, tile.batch, first, tile.head, problem.head_dim);
-        const HeadRows<const Bits<dtype>> v(problem.v, tile.batch, first, tile.head, problem.head_dim_v);
+        const HeadRows<const Bits<dtype>> k(problem.k, tile.batch, first, tile.key_head, problem.head_dim);
+        const HeadRows<const Bits<dtype>> v(problem.v, tile.batch, first, tile.key_head, problem.head_dim_v);
         load_tile<threads, KeyTile>(address(shared_.k), k, tile.first, tile.rows);
         const Mask mask(problem, tile.sequence);
         const Position begin = mask.queries_of(tile.rows.begin).begin, end = begin + c.query_tile;
         const bool early = !tile.unowned && !tile.rows.empty() && !problem.query_blocks.counts &&
-                           begin % c.query_tile == 0 && end <= mask.queries_of(tile.rows.end - 1).end;
+                           !parts_.of_queries() && begin % c.query_tile == 0 &&
+                           end <= mask.queries_of(tile.rows.end - 1).end;
         const QueryRows<dtype> rows(problem_, tile, 0);
         if (early) copy_queries(rows, begin, {begin, end}, 0);
         if constexpr (scores_first) cp_async_commit();
@@ -427,9 +320,22 @@ class BackwardTile {
         Dq::add(head.dq + int64_t(query) * c.head_dim, dq);
     }
 
+    // As a function of its own, which leaves the registers of the walk alone.
+    __device__ __noinline__ static bool end_apart(const WalkParts& parts, BackwardShared<dtype, c>& shared,
+                                                  Gradient& dk, Gradient& dv) {
+        constexpr int tiles = 2 * Gradient::row_tiles * Gradient::column_tiles;
+        return parts.end_of_block<threads, tiles>(shared.part, shared.tile_of_all, shared.is_whole, dk, dv);
+    }
+
     __device__ __forceinline__ void store() {
         const ForwardProblem& problem = problem_.forward;
         const RowTile& tile = shared_.tile;
+        bool is_whole = true;
+        if (parts_.divide()) {
+            Gradient dk = dk_, dv = dv_;
+            is_whole = end_apart(parts_, shared_, dk, dv);
+            dk_ = dk, dv_ = dv;
+        }
         if constexpr (features == Features::none) dk_ *= float(problem.softmax_scale);
         const int row = warp() / gradient_columns * Gradient::row_tiles * 16;
         const int column = warp() % gradient_columns * Gradient::column_tiles * 8;
@@ -440,10 +346,12 @@ class BackwardTile {
         __syncthreads();
         if (threadIdx.x == threads - 1) shared_.finishes_dq = dq_sums_.last_of(shared_.place.head);
         const int64_t first = tile.sequence.first_key_row;
-        const HeadRows<Bits<dtype>> dk(problem_.dk, tile.batch, first, tile.head, problem.head_dim);
-        const HeadRows<Bits<dtype>> dv(problem_.dv, tile.batch, first, tile.head, problem.head_dim_v);
-        store_tile<threads, KeyTile>(dk, address(shared_.k), tile.first, tile.rows);
-        store_tile<threads, KeyTile>(dv, address(shared_.v), tile.first, tile.rows);
+        const HeadRows<Bits<dtype>> dk(problem_.dk, tile.batch, first, tile.key_head, problem.head_dim);
+        const HeadRows<Bits<dtype>> dv(problem_.dv, tile.batch, first, tile.key_head, problem.head_dim_v);
+        if (is_whole) {
+            store_tile<threads, KeyTile>(dk, address(shared_.k), tile.first, tile.rows);
+            store_tile<threads, KeyTile>(dv, address(shared_.v), tile.first, tile.rows);
+        }
         if (!dq_sums_.exist()) return;
         __syncthreads();
         if (!shared_.finishes_dq) return;
@@ -457,6 +365,7 @@ class BackwardTile {
     BackwardShared<dtype, c>& shared_;
     BackwardPlan<dtype, c> plan_;
     const DqSums& dq_sums_;
+    const WalkParts& parts_;
     bool bad_keys_ = false;
     Gradient dk_, dv_;
 };

@@ -102,7 +102,7 @@ bool every_query_sees_keys(const ForwardProblem& problem) {
 // the end; or if there is but one tile. Every query has to see the first tile of keys; without a map. parts:
 // of queries, each a unit.
 bool does_whole_units(const ForwardProblem& problem, const Device& device, int64_t parts) {
-    if (!every_query_sees_keys(problem) || problem.window_left >= 0) return false;
+    if (!every_query_sees_keys(problem) || problem.window_left >= 0 || problem.seqlen_k == 0) return false;
     if (problem.seqlen_k <= kConfiguration.key_tile) return true;
     const int64_t units = problem.batch * problem.heads_k * parts;
     const int64_t blocks = device.multiprocessors, rounds = (units + blocks - 1) / blocks;
@@ -125,7 +125,7 @@ struct Walk {
     DqFinish dq_finish;
 
     Walk(const ForwardProblem& problem, const Device& device)
-        : tiles(problem, device, kConfiguration.query_tile, kConfiguration.key_tile),
+        : tiles(problem, device.multiprocessors, kConfiguration.query_tile, kConfiguration.key_tile),
           parts_of_queries(tiles.parts_of_queries()),
           order(order_of(problem, device)),
           parts(parts_of(problem, device)),
@@ -244,8 +244,8 @@ struct Walk {
     }
 };
 
-// The queue's counter, statistics; from where their zeros begin on: turns; how far zeros of dQ's sums are;
-// those.
+// The queue's counter, statistics; from where their zeros begin on: turns, the parts' and dQ's counters, how
+// far zeros of dQ's sums are; those; what parts leave.
 int64_t workspace_bytes(const BackwardProblem& problem, const Device& device) {
     const Walk walk(problem.forward, device);
     return padded(TileQueue::workspace_bytes) + StatisticsSpace(problem.forward).bytes() +

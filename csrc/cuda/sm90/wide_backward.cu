@@ -109,7 +109,8 @@ struct Walk {
     RowTiling keys;
 
     Walk(const ForwardProblem& problem, const Device& device)
-        : parts(KeyTiles(problem, device, kConfiguration.query_tile, kConfiguration.key_tile).at_once()),
+        : parts(KeyTiles(problem, device.multiprocessors, kConfiguration.query_tile, kConfiguration.key_tile)
+                    .at_once()),
           keys(tiling(parts.of(problem), device)) {}
 
     int64_t counter_bytes() const {

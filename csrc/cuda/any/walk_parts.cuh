@@ -16,7 +16,7 @@
 #include "../ptx/counter.h"
 #include "../tile/fragment.h"
 
-namespace flash::cuda::sm90 {
+namespace flash::cuda {
 
 class WalkParts {
   public:
@@ -33,9 +33,10 @@ class WalkParts {
         return parts_of_queries;
     }
 
-    bool divide() const { return parts_.divisor > 1; }
+    FLASH_HOST_DEVICE bool divide() const { return parts_.divisor > 1; }
     bool in_a_row() const { return in_a_row_; }
     int64_t key_heads() const { return key_heads_.divisor; }
+    int64_t parts_of_queries() const { return of_queries() ? parts_.divisor : 1; }
     FLASH_HOST_DEVICE bool of_queries() const { return queries_ > 0; }
     // As if a unit were a key head.
     ForwardProblem of(const ForwardProblem& problem) const {
@@ -90,25 +91,49 @@ class WalkParts {
                                         Gradients&... gradients) const {
         const uint32_t last = parts_.divisor - 1;
         if (part == last && in_a_row_) return true;
-        const uint32_t first_place = in_a_row_ ? tile : tile * parts_.divisor;
-        float4* const to = place_of<kThreads, kTiles>(first_place + (in_a_row_ ? 0 : part), thread);
-        each([&](int i, auto& x) { __stcg(to + i * kThreads, get(x)); }, gradients...);
+        leave<kThreads, kTiles>(part, tile, thread, gradients...);
         __syncwarp();
         uint32_t before = 0;
         if (thread % 32 == 0) before = add_acquire_release(done_of<kThreads>(tile, thread), 1);
         if (in_a_row_ || __shfl_sync(0xffffffff, before, 0) != last) return false;
-        (gradients.clear(), ...);
-#pragma unroll 1
-        for (uint32_t place = 0; place <= last; ++place) {
-            const float4* const from = place_of<kThreads, kTiles>(first_place + place, thread);
-            each([&](int i, auto& x) { add(x, __ldcg(from + i * kThreads)); }, gradients...);
-        }
+        add_up<kThreads, kTiles>(tile, thread, gradients...);
+        return true;
+    }
+    // The same where a block's warps go on together, of parts at once. shared: of the block, to tell it.
+    template <int kThreads, int kTiles, class... Gradients>
+    __device__ __forceinline__ bool end_of_block(uint32_t part, uint32_t tile, bool& shared,
+                                                 Gradients&... gradients) const {
+        if (parts_.divisor == 1) return true;
+        leave<kThreads, kTiles>(part, tile, threadIdx.x, gradients...);
+        __syncthreads();
+        if (threadIdx.x == 0)
+            shared = add_acquire_release(done_of<kThreads>(tile, 0), 1) == parts_.divisor - 1;
+        __syncthreads();
+        if (!shared) return false;
+        add_up<kThreads, kTiles>(tile, threadIdx.x, gradients...);
         return true;
     }
 
   private:
     WalkParts(int64_t parts, int64_t key_heads, bool in_a_row)
         : parts_(uint32_t(parts)), key_heads_(uint32_t(key_heads)), in_a_row_(in_a_row) {}
+
+    template <int kThreads, int kTiles, class... Gradients>
+    __device__ __forceinline__ void leave(uint32_t part, uint32_t tile, uint32_t thread,
+                                          Gradients&... gradients) const {
+        const uint32_t place = in_a_row_ ? tile : tile * parts_.divisor + part;
+        float4* const to = place_of<kThreads, kTiles>(place, thread);
+        each([&](int i, auto& x) { __stcg(to + i * kThreads, get(x)); }, gradients...);
+    }
+    template <int kThreads, int kTiles, class... Gradients>
+    __device__ __forceinline__ void add_up(uint32_t tile, uint32_t thread, Gradients&... gradients) const {
+        (gradients.clear(), ...);
+#pragma unroll 1
+        for (uint32_t part = 0; part < parts_.divisor; ++part) {
+            const float4* const from = place_of<kThreads, kTiles>(tile * parts_.divisor + part, thread);
+            each([&](int i, auto& x) { add(x, __ldcg(from + i * kThreads)); }, gradients...);
+        }
+    }
 
     template <int kThreads>
     __device__ __forceinline__ uint32_t* done_of(uint32_t tile, uint32_t thread) const {
@@ -146,4 +171,4 @@ class WalkParts {
     float* gradients_ = nullptr;  // [key heads, tiles, parts or 1, tiles of 16 x 8, threads, 4]
 };
 
-}  // namespace flash::cuda::sm90
+}  // namespace flash::cuda
