@@ -167,9 +167,11 @@ def test_large_tiles_are_for_queries_that_see_many_keys(which):
     causal = {"window_right": 0}
     first = 512 if which == "forward" else 1024
     assert (tile(first - 1), tile(first)) == (64, 128)
-    # The forward counts how many keys the last queries see, the backward how many they see on average.
-    first *= 1 if which == "forward" else 2
-    assert (tile(first - 2, **causal), tile(first, **causal)) == (64, 128)
+    # The forward counts how many keys the last queries see, the backward how many they see on average, a half
+    # rounded up.
+    if which == "backward":
+        first = 2 * first - 2
+    assert (tile(first - 1, **causal), tile(first, **causal)) == (64, 128)
     assert tile(4096, window_left=400, window_right=100) == 64
 
 

@@ -61,27 +61,40 @@ int64_t keys_for(const ForwardKernel&, const ForwardProblem& problem) {
 }
 
 int64_t keys_for(const BackwardKernel&, const ForwardProblem& problem) {
-    const int64_t hidden = problem.window_right < 0 ? 0 : (std::min(problem.seqlen_q, problem.seqlen_k) - 1) / 2;
+    const int64_t rows = std::min(problem.seqlen_q, problem.seqlen_k);
+    const int64_t hidden = problem.window_right < 0 ? 0 : (rows - 1) / 2;
     return std::min(most_keys(problem), problem.seqlen_k - hidden);
 }
+
+// With deterministic=True no packed sequence's kernel depends on how long the others are.
+bool asks_no_length(const ForwardProblem& problem) {
+    return problem.deterministic && problem.cu_seqlens_k;
+}
+constexpr const char* kDependsOnLength =
+    "with deterministic=True no packed sequence's kernel depends on how long the others are";
 
 // What else a kernel has against a problem, or nullptr.
 const char* objection(const ForwardKernel& kernel, const ForwardProblem& problem, const Device& device) {
     if (kernel.capability && kernel.capability != device.capability) return "it is for other GPUs";
     if (problem.bias.data && !kernel.takes_bias) return "its tiles leave no registers for a bias";
-    if (kernel.from_keys > 0 && problem.deterministic && problem.cu_seqlens_k)
-        return "with deterministic=True no packed sequence's kernel depends on how long the others are";
+    if (kernel.from_keys > 0 && asks_no_length(problem)) return kDependsOnLength;
     return kernel.why_not ? kernel.why_not(problem, device) : nullptr;
 }
 
 const char* objection(const BackwardKernel& kernel, const BackwardProblem& problem, const Device& device) {
     if (kernel.capability && kernel.capability != device.capability) return "it is for other GPUs";
+    if (kernel.from_keys > 0 && !kernel.capability && asks_no_length(problem.forward))
+        return kDependsOnLength;
     return kernel.why_not ? kernel.why_not(problem, device) : nullptr;
 }
 
-template <class Kernel>
-bool enough_keys(const Kernel& kernel, const ForwardProblem& problem) {
+bool enough_keys(const ForwardKernel& kernel, const ForwardProblem& problem) {
     return kernel.from_keys <= keys_for(kernel, problem);
+}
+
+// With deterministic=True Hopper's own take all: packed sequences as if each were alone.
+bool enough_keys(const BackwardKernel& kernel, const ForwardProblem& problem) {
+    return kernel.from_keys <= keys_for(kernel, problem) || (kernel.capability && problem.deterministic);
 }
 
 // Kernels for long sequences have large tiles, of which a map of small blocks would leave much unused.

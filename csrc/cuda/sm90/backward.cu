@@ -188,9 +188,11 @@ struct Walk {
                                                fit(heads * together * head_bytes)));
         };
         int64_t heads = group;
-        for (int64_t fewer = group - 1; fewer > 0 && fewer * queries >= (in_turns ? 2048 : 4096); --fewer)
-            if (group % fewer == 0 && !suffice(heads) && (fewer > 1 || (heads == group && group > 3)))
-                heads = fewer;
+        for (int64_t fewer = group - 1; fewer > 1 && fewer * queries >= (in_turns ? 2048 : 4096); --fewer)
+            if (group % fewer == 0 && !suffice(heads)) heads = fewer;
+        // Single heads only where there are no other parts, and where the cache asks for them.
+        const bool too_large = !suffice(group) && !fit(group * together * head_bytes);
+        if (heads == group && group > 3 && queries >= 4096 && too_large) heads = 1;
         return WalkParts::of_heads_in_a_row(group / heads, tiles.key_heads());
     }
     static bool sees_all(const ForwardProblem& problem) {

@@ -73,9 +73,8 @@ const char* why_not(const ForwardProblem& problem, const Device& device) {
                                                      kConfiguration.queries() * problem.batch;
     if (tiles * problem.heads_q > INT32_MAX) return "there are too many queries for its counter";
     // The bits of a row are not to depend on how many others there are, or how long those are.
-    const bool alone = problem.deterministic && problem.cu_seqlens_q;
-    if (!alone && problem.seqlen_q < kConfiguration.from_queries) return "it is for more queries";
     if (problem.deterministic) return switched_off();
+    if (problem.seqlen_q < kConfiguration.from_queries) return "it is for more queries";
     if (tiles * problem.heads_q * 2 < device.multiprocessors)
         return "there are too few queries to keep the GPU busy";
     // Where large tiles leave multiprocessors idle, a later row's of 128 queries end first; under a diagonal,
