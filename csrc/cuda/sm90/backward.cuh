@@ -1,8 +1,8 @@
 // FlashAttention backward (docs/algorithm.md) with wgmma: a block takes one tile of keys of one key head
-// after the other and visits the tiles of queries that see it, of every query head of the group in turn. Two
-// warps copy (backward_producer.cuh), two add to dQ (backward_dq.cuh); each of two warpgroups owns 64 of the
-// keys. Scores are transposed, [keys, queries], so that what one product leaves in registers is the next
-// one's operand:
+// after the other and visits the tiles of queries that see it, of every query head of the group, or of a part
+// of all that (../any/walk_parts.cuh), in turn. Two warps copy (backward_producer.cuh), two add to dQ
+// (backward_dq.cuh); each of two warpgroups owns 64 of the keys. Scores are transposed, [keys, queries], so
+// that what one product leaves in registers is the next one's operand:
 //
 //     S^T = K Q^T, dP^T = V dO^T   from shared memory; some of K and V from registers (c.held_keys)
 //     P^T, dS^T                    registers, rounded
@@ -64,7 +64,8 @@ class BackwardConsumer {
             keep(zero);
             dk_.fill(zero[0]);
             dv_.fill(zero[0]);
-            if (!kInWalk) parts_.begin<c.consumers, kTilesOfParts>(plan.part, plan.tile_of_all, thread_, dk_, dv_);
+            if (!kInWalk)
+                parts_.begin<c.consumers, kTilesOfParts>(plan.part, plan.tile_of_all, thread_, dk_, dv_);
             if (plan.has_queries) {
                 if constexpr (kTakesTurns)
                     walk_in_turns(tile, n);
