@@ -150,8 +150,8 @@ def test_models_writes_its_table(device, tmp_path, capsys, monkeypatch):
               "local": (1, 96, 2, 32, "window", {"left": 9}), "left out": (1, 8, 1, 8, "full", {})}
     monkeypatch.setattr(models, "MODELS", shapes)
     path = tmp_path / "models.json"
-    models.main(["--device", device, "--models", "grouped", "text", "local", "--dtypes", "float32", "--rounds",
-                 "2", "--idle-ms", "0", "--peers", "sdpa", "--json", str(path)])
+    models.main([*"--models grouped text local --dtypes float32 --rounds 2 --idle-ms 0 --peers sdpa".split(),
+                 "--device", device, "--json", str(path)])
     printed, results = capsys.readouterr().out, json.loads(path.read_text())
     assert len(results["cells"]) == 6 and printed.count("ward  text ") == printed.count("ward text ") == 1
     for cell in results["cells"]:
