@@ -14,7 +14,11 @@ from dataclasses import dataclass
 
 import attention
 from cell import Cell
-from implementations import IMPLEMENTATIONS, OURS
+from implementations import DETERMINISTIC, IMPLEMENTATIONS, OURS
+from report import fill_in
+
+DEFAULTS = {device: {"idle_ms": attention.DEFAULTS[device]["idle_ms"], "peers": peers}
+            for device, peers in attention.PEERS.items()}
 
 # Of one GPU's part of a step: batch, tokens, heads, head dim, mask, and what else a Cell has.
 MODELS = {
@@ -69,17 +73,12 @@ def parse(arguments):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=as_written)
     parser.add_argument("--models", nargs="+", help="those whose name has one of these in it; default: all")
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16"])
-    peers = [name for name in IMPLEMENTATIONS if name != OURS]
+    peers = [name for name in IMPLEMENTATIONS if name not in (OURS, DETERMINISTIC)]
     parser.add_argument("--peers", nargs="*", choices=peers,
                         help="default: sdpa; on a GPU fa2, cudnn and, if FA3_LIBRARY names it, fa3")
     attention.add_run_options(parser)
     parser.set_defaults(device="cuda")
-    options = parser.parse_args(arguments)
-    if options.idle_ms is None:
-        options.idle_ms = attention.DEFAULTS[options.device]["idle_ms"]
-    if options.peers is None:
-        options.peers = attention.PEERS[options.device]
-    return options
+    return fill_in(parser.parse_args(arguments), DEFAULTS)
 
 
 def main(arguments=None):

@@ -58,7 +58,7 @@ def test_tiles_of_many_blocks(head_dim, seqlen_q, seqlen_k, heads, features, det
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
 def test_parts_of_groups(head_dim, shape, deterministic):
     """On Hopper blocks walk a tile of keys with a part of the group's heads, and hand dK and dV
-    to the next part (csrc/cuda/sm90/walk_parts.cuh)."""
+    to the next part (csrc/cuda/any/walk_parts.cuh)."""
     case = Case(torch.bfloat16, head_dim=head_dim, causal=True, device=DEVICE, **shape)
     inputs, dlse = case.draw(), case.draw_dlse()
     case.check(inputs, dlse, case.run(inputs, dlse, deterministic=deterministic))

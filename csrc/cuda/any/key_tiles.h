@@ -11,9 +11,6 @@ namespace flash::cuda {
 inline bool has_map(const ForwardProblem& problem) {
     return problem.query_blocks.counts;
 }
-inline bool has_diagonal(const ForwardProblem& problem) {
-    return problem.window_right >= 0 && problem.window_left < 0;
-}
 
 // The tiles of keys of a problem, and in how many parts they are walked at once (walk_parts.cuh).
 class KeyTiles {
@@ -40,17 +37,14 @@ class KeyTiles {
 
     // A head without a group has its queries divided, if it is not packed, nor its sums to be the same
     // whatever else there is.
-    int64_t parts_of_queries() const {
-        if (RowTiling::group_of(problem_) > 1 || has_map(problem_) || problem_.deterministic ||
-            problem_.cu_seqlens_q || problem_.cu_seqlens_k)
-            return 1;
-        return parts(1, tiles_of_queries());
-    }
     WalkParts at_once() const {
-        const int64_t of_queries = parts_of_queries(), group = RowTiling::group_of(problem_);
-        return of_queries > 1 ? WalkParts::of_queries_at_once(of_queries, key_heads(),
-                                                              tiles_of_queries() / of_queries * query_tile_)
-                              : WalkParts::of_heads_at_once(parts(group, group), key_heads());
+        const int64_t group = RowTiling::group_of(problem_);
+        if (group > 1) return WalkParts::of_heads_at_once(parts(group, group), key_heads());
+        if (has_map(problem_) || problem_.deterministic || problem_.cu_seqlens_q || problem_.cu_seqlens_k)
+            return WalkParts::whole(key_heads());
+        const int64_t of_queries = parts(1, tiles_of_queries());
+        return WalkParts::of_queries_at_once(of_queries, key_heads(),
+                                             tiles_of_queries() / of_queries * query_tile_);
     }
 
   private:

@@ -11,6 +11,11 @@
 
 namespace flash::cuda {
 
+// Some tiles take longer than others, in the order of a diagonal.
+inline bool has_diagonal(const ForwardProblem& problem) {
+    return problem.window_right >= 0 && problem.window_left < 0;
+}
+
 struct RowTile {
     int64_t batch, head;
     int64_t key_head;
@@ -185,8 +190,7 @@ class RowTiling {
     }
 
     static bool tiles_differ(const ForwardProblem& problem) {
-        const bool has_diagonal = problem.window_right >= 0 && problem.window_left < 0;
-        return has_diagonal || problem.key_blocks.counts || problem.query_blocks.counts;
+        return has_diagonal(problem) || problem.key_blocks.counts || problem.query_blocks.counts;
     }
 
     PackedTiles packed_;  // cu_seqlens == nullptr: dense

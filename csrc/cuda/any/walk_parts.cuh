@@ -10,11 +10,9 @@
 // end adds all up, in their order.
 #pragma once
 
-#include "../../attention/mask.h"
-#include "../../problem.h"
-#include "../division.h"
 #include "../ptx/counter.h"
 #include "../tile/fragment.h"
+#include "row_tile.cuh"
 
 namespace flash::cuda {
 
@@ -23,12 +21,10 @@ class WalkParts {
     // key_heads: of all batch entries. A unit is a part of a key head's walks.
     static WalkParts whole(int64_t key_heads) { return {1, key_heads, true}; }
     static WalkParts of_heads_in_a_row(int64_t parts, int64_t key_heads) { return {parts, key_heads, true}; }
-    static WalkParts of_heads_at_once(int64_t parts, int64_t key_heads) {
-        return {parts, key_heads, parts == 1};
-    }
+    static WalkParts of_heads_at_once(int64_t parts, int64_t key_heads) { return {parts, key_heads, false}; }
     // Of so many queries; heads have no groups.
     static WalkParts of_queries_at_once(int64_t parts, int64_t key_heads, int64_t queries) {
-        WalkParts parts_of_queries(parts, key_heads, parts == 1);
+        WalkParts parts_of_queries(parts, key_heads, false);
         if (parts > 1) parts_of_queries.queries_ = Position(queries);
         return parts_of_queries;
     }
@@ -55,16 +51,28 @@ class WalkParts {
     FLASH_HOST_DEVICE uint32_t unit_of_heads(uint32_t unit) const {
         return key_head_of_all(unit) * parts_.divisor + part(unit);
     }
-    // Of a batch entry: from its unit of heads.
-    FLASH_HOST_DEVICE uint32_t key_head(uint32_t unit) const { return parts_.quotient(unit); }
+    // tiling: of the problem in parts (of()).
+    __device__ __forceinline__ RowTile tile(const RowTiling& tiling, TileOrder::Place place,
+                                            const ForwardProblem& problem, bool descending) const {
+        place.head = unit_of_heads(place.head);
+        RowTile tile = tiling(place, problem, descending);
+        tile.key_head = parts_.quotient(uint32_t(tile.head));
+        if (of_queries()) tile.head = tile.key_head;
+        return tile;
+    }
+    // The same for all parts of a tile of keys. tiles: of a head.
+    FLASH_HOST_DEVICE uint32_t tile_of_all(const TileOrder::Place& place, uint32_t tiles) const {
+        return key_head_of_all(place.head) * tiles + place.tile;
+    }
     FLASH_HOST_DEVICE Interval queries(uint32_t part) const {
         const Position first = Position(part) * queries_;
         return of_queries() ? Interval{first, first + queries_} : Interval{0, INT32_MAX};
     }
 
-    // Counters, zero at the start; then what parts leave. tiles: of keys, of a key head.
+    // Counters, zero at the start, in multiples of 256; then what parts leave. tiles: of keys, of a key head.
     int64_t counter_bytes(int64_t tiles, int warps) const {
-        return divide() ? key_heads_.divisor * tiles * warps * int64_t(sizeof(uint32_t)) : 0;
+        const int64_t bytes = key_heads_.divisor * tiles * warps * int64_t(sizeof(uint32_t));
+        return divide() ? (bytes + 255) / 256 * 256 : 0;
     }
     int64_t bytes(int64_t tiles, int64_t tile_elements) const {
         const int64_t places = in_a_row_ ? 1 : parts_.divisor;
@@ -116,7 +124,7 @@ class WalkParts {
 
   private:
     WalkParts(int64_t parts, int64_t key_heads, bool in_a_row)
-        : parts_(uint32_t(parts)), key_heads_(uint32_t(key_heads)), in_a_row_(in_a_row) {}
+        : parts_(uint32_t(parts)), key_heads_(uint32_t(key_heads)), in_a_row_(in_a_row || parts == 1) {}
 
     template <int kThreads, int kTiles, class... Gradients>
     __device__ __forceinline__ void leave(uint32_t part, uint32_t tile, uint32_t thread,

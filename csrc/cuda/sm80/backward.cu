@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(kThreads, blocks_of(features))
     extern __shared__ __align__(128) char memory[];
     auto& shared = *reinterpret_cast<BackwardShared<kDType, kConfiguration>*>(memory);
     const TileOrder::Place place = tiling.place(blockIdx.x);
-    const RowTile tile = walked_tile(tiling, place, problem.forward, parts);
+    const RowTile tile = parts.tile(tiling, place, problem.forward, false);
     BackwardTile<kDType, kConfiguration, features> work(problem, shared, dq_sums, parts);
     work.load_first(tile);
     if (threadIdx.x == 0) {
@@ -82,9 +82,7 @@ struct Walk {
     static int64_t blocks_at_once(const Device& device) {
         return int64_t(device.multiprocessors) * kConfiguration.blocks;
     }
-    int64_t counter_bytes() const {
-        return (parts.counter_bytes(keys.tiles(), kConfiguration.warps) + 255) / 256 * 256;
-    }
+    int64_t counter_bytes() const { return parts.counter_bytes(keys.tiles(), kConfiguration.warps); }
 
     static RowTiling query_tiling(const ForwardProblem& problem) {
         // A block list may cut queries elsewhere; the sums' tiles are counted from the first query.

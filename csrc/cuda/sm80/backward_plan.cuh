@@ -85,7 +85,7 @@ class BackwardPlan {
     __device__ void start(const TileOrder::Place& place, const RowTile& tile, uint32_t tiles) const {
         shared_.place = place;
         shared_.part = parts_.part(place.head);
-        shared_.tile_of_all = parts_.key_head_of_all(place.head) * tiles + place.tile;
+        shared_.tile_of_all = parts_.tile_of_all(place, tiles);
         shared_.walked = parts_.queries(shared_.part);
         shared_.tile = tile;
         shared_.mask = Mask(problem_.forward, tile.sequence);
@@ -126,14 +126,5 @@ class BackwardPlan {
     const DqSums& dq_sums_;
     const WalkParts& parts_;
 };
-
-// The tile of keys at a place, of a unit of heads or of a head whose queries are walked in parts.
-__device__ __forceinline__ RowTile walked_tile(const RowTiling& tiling, const TileOrder::Place& place,
-                                               const ForwardProblem& problem, const WalkParts& parts) {
-    RowTile tile = tiling(place, problem, false);
-    tile.key_head = parts.key_head(uint32_t(tile.head));
-    if (parts.of_queries()) tile.head = tile.key_head;
-    return tile;
-}
 
 }  // namespace flash::cuda::sm80

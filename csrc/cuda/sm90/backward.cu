@@ -115,7 +115,7 @@ bool does_whole_units(const ForwardProblem& problem, const Device& device, int64
 // How one launch adds dQ up (backward_dq.cuh), and in which order blocks take tiles of keys.
 struct Walk {
     KeyTiles tiles;
-    int64_t parts_of_queries;
+    WalkParts at_once;  // if tiles are few
     BackwardOrder order;
     WalkParts parts;
     ForwardProblem in_parts;  // as if a part were a key head's whole group
@@ -126,7 +126,7 @@ struct Walk {
 
     Walk(const ForwardProblem& problem, const Device& device)
         : tiles(problem, device.multiprocessors, kConfiguration.query_tile, kConfiguration.key_tile),
-          parts_of_queries(tiles.parts_of_queries()),
+          at_once(tiles.at_once()),
           order(order_of(problem, device)),
           parts(parts_of(problem, device)),
           in_parts(parts.of(problem)),
@@ -145,7 +145,7 @@ struct Walk {
         return std::min<int64_t>(std::max(walkers, least) + dq_finish.blocks(), device.multiprocessors);
     }
     int64_t parts_counter_bytes() const {
-        return padded(parts.counter_bytes(keys.tiles(), kConfiguration.consumers / 32));
+        return parts.counter_bytes(keys.tiles(), kConfiguration.consumers / 32);
     }
     int64_t parts_bytes() const {
         return parts.bytes(keys.tiles(), 2 * kConfiguration.key_tile * kConfiguration.head_dim);
@@ -157,7 +157,7 @@ struct Walk {
   private:
     BackwardOrder order_of(const ForwardProblem& problem, const Device& device) const {
         if (has_map(problem)) return BackwardOrder::by_length;
-        if (does_whole_units(problem, device, parts_of_queries)) return BackwardOrder::whole_units;
+        if (does_whole_units(problem, device, at_once.parts_of_queries())) return BackwardOrder::whole_units;
         if (problem.deterministic) return BackwardOrder::turns;
         // Where sequences are long or heads few, to wait for each other takes longer than to clear sums.
         // Under a diagonal blocks come in turns by themselves, if they begin so.
@@ -172,7 +172,7 @@ struct Walk {
     // blocks enough tiles to end together, and leave the cache what blocks that run together share; but no
     // walk should become so short that its begin and end count. In turns the fewer heads the better.
     WalkParts parts_of(const ForwardProblem& problem, const Device& device) const {
-        if (const WalkParts at_once = tiles.at_once(); at_once.divide()) return at_once;
+        if (at_once.divide()) return at_once;
         const int64_t group = RowTiling::group_of(problem), blocks = device.multiprocessors;
         const bool in_turns = order == BackwardOrder::turns;
         const bool by_diagonal =
@@ -240,9 +240,10 @@ struct Walk {
         const int64_t units = keys.heads();
         const int64_t places = std::min<int64_t>(units, device.multiprocessors);
         const int64_t summed = keys.tiles() > 1 ? elements : 0;  // else dQ is one product
-        return whole_units() ? DqSums::of_places(queries, group, places, summed, scale, parts_of_queries)
-                             : DqSums(keys, queries, group, device.multiprocessors, elements, false, scale,
-                                      parts_of_queries);
+        return whole_units()
+                   ? DqSums::of_places(queries, group, places, summed, scale, at_once.parts_of_queries())
+                   : DqSums(keys, queries, group, device.multiprocessors, elements, false, scale,
+                            at_once.parts_of_queries());
     }
 };
 

@@ -128,11 +128,8 @@ struct BackwardPlan {
                          const WalkParts& parts, const BackwardConfiguration& c) {
         place = at;
         part = parts.part(at.head);
-        tile_of_all = parts.key_head_of_all(at.head) * tiling.tiles() + at.tile;
-        at.head = parts.unit_of_heads(at.head);
-        tile = tiling(at, problem, order != BackwardOrder::by_length);
-        tile.key_head = parts.key_head(uint32_t(tile.head));
-        if (parts.of_queries()) tile.head = tile.key_head;
+        tile_of_all = parts.tile_of_all(at, tiling.tiles());
+        tile = parts.tile(tiling, at, problem, order != BackwardOrder::by_length);
         const Interval walked = parts.queries(part);
         mask = Mask(problem, tile.sequence);
         partial = tile.rows.begin > tile.first || tile.rows.end < tile.first + c.key_tile;

@@ -79,9 +79,8 @@ const char* why_not(const ForwardProblem& problem, const Device& device) {
         return "there are too few queries to keep the GPU busy";
     // Where large tiles leave multiprocessors idle, a later row's of 128 queries end first; under a diagonal,
     // where a tile takes half as long as the longest one, where there are more, too.
-    const bool has_diagonal = problem.window_right >= 0 && problem.window_left < 0;
-    const int64_t busy =
-        device.multiprocessors * (has_diagonal ? 192 : 128) / (has_diagonal ? 128 : kConfiguration.queries());
+    const int64_t busy = has_diagonal(problem) ? device.multiprocessors * 3 / 2
+                                               : device.multiprocessors * 128 / kConfiguration.queries();
     if (kConfiguration.warpgroups > 2 && tiles * problem.heads_q <= busy)
         return "smaller tiles keep more of the GPU busy";
     return switched_off();

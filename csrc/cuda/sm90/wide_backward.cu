@@ -113,9 +113,7 @@ struct Walk {
                     .at_once()),
           keys(tiling(parts.of(problem), device)) {}
 
-    int64_t counter_bytes() const {
-        return padded(parts.counter_bytes(keys.tiles(), kConfiguration.consumers / 32));
-    }
+    int64_t counter_bytes() const { return parts.counter_bytes(keys.tiles(), kConfiguration.consumers / 32); }
     int64_t gradient_bytes() const {
         const int columns = std::max(kConfiguration.head_dim, kConfiguration.values());
         return parts.bytes(keys.tiles(), 2 * kConfiguration.key_tile * columns);
