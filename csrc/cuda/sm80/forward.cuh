@@ -78,7 +78,7 @@ class ForwardTile {
             if (!too_low) pipeline.wait_keys(tile);
             const Position key = walk.first();
             const bool check_mask = (walk.masked() || has_bias()) && !too_low;
-            const Sees sees = check_mask ? what_warp_sees(walk) : Sees::all;
+            const Sees sees = has_no_rows() ? Sees::none : check_mask ? what_warp_sees(walk) : Sees::all;
             const auto next = [&] {
                 walk.advance(shared_.plan.warp());
                 pipeline.load(tile + 1, walk);
@@ -225,6 +225,11 @@ class ForwardTile {
     // What the warp's rows see of a masked tile; always a part where the rest would cost more than it saves.
     enum class Sees { none, part, all };
     static constexpr bool skips = c.key_tile < c.query_tile && c.blocks < 3;
+
+    // One query, or the last few of a sequence, leave some warps nothing to do but to copy.
+    __device__ __forceinline__ bool has_no_rows() const {
+        return skips && shared_.plan.tile.first + warp_row() >= shared_.plan.tile.rows.end;
+    }
 
     __device__ __forceinline__ Sees what_warp_sees(const TileWalk<c.key_tile>& walk) const {
         if (!skips) return Sees::part;
