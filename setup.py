@@ -148,7 +148,6 @@ class BuildExtension(build_ext):
         """(object name, command) of every kernel of the table and of the files that no row is needed for."""
         if not self.architectures:
             return
-        gencode = [flag for architecture in self.architectures for flag in architecture.flags()]
         nvcc = [self.toolkit.nvcc, *CUDA_FLAGS, *self.toolkit.smallest]
         if os.environ.get("FLASH_ATTN_SANITIZE") == "1":
             nvcc.append("-DFLASH_SANITIZED")
@@ -157,9 +156,10 @@ class BuildExtension(build_ext):
                 macros = self.folder / f"{row.symbol(dtype)}.h"
                 write(macros, row.header(dtype))
                 source = ROOT / "csrc" / "cuda" / row.engine / f"{row.kernel}.cu"
-                flags = toolkit.only(row.capability) if row.capability else gencode
+                chosen = toolkit.with_less_memory(self.architectures) if row.small else self.architectures
+                flags = toolkit.only(row.capability) if row.capability else toolkit.code_for(chosen)
                 yield row.symbol(dtype), [*nvcc, *flags, "-include", str(macros), "-c", str(source)]
-        nvcc += gencode
+        nvcc += toolkit.code_for(self.architectures)
         for source in sorted((ROOT / "csrc" / "cuda" / "any").glob("*.cu")):
             yield f"any_{source.stem}", [*nvcc, "-c", str(source)]
 

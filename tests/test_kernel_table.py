@@ -1,6 +1,7 @@
 """Every shape has a kernel on every chip, and what chooses it is a pure function of sizes: no GPU needed."""
 
 import functools
+import itertools
 import runpy
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from flash_attn import _C, build_info
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = runpy.run_path(ROOT / "csrc" / "cuda" / "kernel_table.py")["ROWS"]
 KERNELS = _C.kernels()
+FOR_FEW = {row.name(dtype) for row in TABLE for dtype in row.dtypes if getattr(row.configuration, "few", 0)}
 PASSES = ("forward", "backward")
 DTYPES = list(dict.fromkeys(kernel["dtype"] for kernel in KERNELS))
 # Compute capability: multiprocessors of a chip, bytes of shared memory that a block may have (CUDA C++
@@ -50,10 +52,11 @@ def runs_on(capability):
     return plan["engine"] is not None or "compiled for" not in plan["error"]
 
 
-def rows_of(which, dtype, engine="sm80"):
-    """Of the engine that every chip has."""
+def rows_of(which, dtype, engine="sm80", few=False):
+    """Of the engine that every chip has; those for few queries or the others."""
     return [kernel for kernel in KERNELS
-            if (kernel["pass"], kernel["dtype"], kernel["engine"]) == (which, dtype, engine)]
+            if (kernel["pass"], kernel["dtype"], kernel["engine"]) == (which, dtype, engine)
+            and (kernel["name"] in FOR_FEW) == few]
 
 
 def test_one_query_of_grouped_heads_is_a_tile_of_as_many_rows(portable):
@@ -117,7 +120,9 @@ def test_choice_is_the_best_row_that_fits(seqlen, which, dtype, capability):
             # The system takes 1 KiB of each block's shared memory.
             resident = [row for row in fitting if row["head_dim"] == fitting[0]["head_dim"]
                         and row["blocks"] * (row["shared_bytes"] + 1024) <= CHIPS[capability][1] + 1024]
-            best = (resident or fitting)[0]["name"] if fitting else None
+            few = [row for row in rows_of(which, dtype, few=True) if largest <= row["head_dim"]
+                   and row["shared_bytes"] <= CHIPS[capability][1] and seqlen <= row["query_tile"]]
+            best = next((row["name"] for row in few or resident or fitting), None)
             problem = sizes(seqlen, seqlen, dtype=dtype, head_dim=head_dim, head_dim_v=head_dim_v)
             plan = _C.plan(problem, chip(capability))[which]
             assert plan.get("configuration") == best
@@ -198,13 +203,31 @@ def test_hoppers_small_tiles_are_for_few_keys_under_a_diagonal_or_a_map():
         assert (key_tile(1280, **given), key_tile(1281, **given)) == (64, 128)
 
 
+@pytest.mark.parametrize("capability", [90, 100])
+@pytest.mark.usefixtures("portable")
+def test_large_chips_choose_no_kernel_for_small_ones(capability):
+    """Builds for several generations have no machine code of those for them."""
+    if not runs_on(capability):
+        pytest.skip(f"this build is not for {capability / 10}")
+    small = {row.name(dtype) for row in TABLE for dtype in row.dtypes if row.small}
+    assert small
+    problems = [{}, {"window_right": 0}, {"softcap": 3.0}, {"attn_bias": (0, 1024, 1)}, {"dropout_p": 0.5},
+                {"deterministic": True}, {"block_size": (64, 64)}, {"packed": True}]
+    for head_dim in range(8, 257, 8):
+        for dtype, seqlen in itertools.product(DTYPES, (1, 100, 4096)):
+            for given in problems:
+                problem = sizes(seqlen, seqlen, dtype=dtype, head_dim=head_dim, **given)
+                plan = _C.plan(problem, chip(capability))
+                assert not {plan[which].get("configuration") for which in PASSES} & small, problem
+
+
 @pytest.mark.parametrize("capability", CHIPS)
 def test_no_more_padding_than_needed(capability):
     """Rows stand in an order in which the first that fits wastes the least of a tile."""
     for which in PASSES:
         for dtype in DTYPES:
             padded = [row["head_dim"] for row in rows_of(which, dtype)
-                      if row["shared_bytes"] <= CHIPS[capability][1] and row["engine"] == "sm80"]
+                      if row["shared_bytes"] <= CHIPS[capability][1]]
             for head_dim in range(1, 257):
                 wide_enough = [most for most in padded if most >= head_dim]
                 assert not wide_enough or wide_enough[0] == min(wide_enough), (which, dtype, head_dim)
@@ -250,11 +273,6 @@ def test_hoppers_backward_can_be_deterministic():
         assert under_a_map == ("sm90" if head_dim > 128 else "sm80")
 
 
-def efficiency(blocks, places):
-    """Share of the device that works, over all waves of blocks."""
-    return blocks / places / -(-blocks // places)
-
-
 @pytest.mark.parametrize("resident", [1, 2, 3])
 @pytest.mark.parametrize("multiprocessors", [1, 20, 108, 132, 148])
 def test_splits_fill_the_device(multiprocessors, resident):
@@ -265,18 +283,23 @@ def test_splits_fill_the_device(multiprocessors, resident):
             if key_tiles <= 4 or blocks >= 0.8 * multiprocessors:
                 assert splits == 1
                 continue
-            assert 1 <= splits <= min(128, places, key_tiles)
-            counts = range(1, min(128, places, key_tiles) + 1)
-            best = max(efficiency(blocks * count, places) for count in counts)
-            shortening = [count for count in counts
-                          if count == 1 or -(-key_tiles // count) < -(-key_tiles // (count - 1))]
-            enough = [count for count in shortening
-                      if efficiency(blocks * count, places) >= 0.85 * best - 1e-12]
-            assert splits == (enough[0] if enough else 1), (blocks, key_tiles, places)
+            # Waves of blocks, times the tiles of the longest one.
+            times = {count: -(-blocks * count // places) * -(-key_tiles // count)
+                     for count in range(1, min(128, places, key_tiles) + 1)}
+            best = min(times.values())
+            assert splits == next(count for count, time in times.items() if 0.85 * time <= best), times
+
+
+@pytest.mark.parametrize("blocks,key_tiles,splits", [
+    (8, 128, 32), (32, 128, 8), (64, 128, 4), (128, 64, 2), (160, 64, 2), (256, 128, 1), (512, 128, 1),
+    (8, 5, 5), (8, 1, 1)])
+def test_splits_of_few_queries(blocks, key_tiles, splits):
+    """Those that were the fastest on 132 multiprocessors with three blocks each."""
+    assert _C.splits_for_few(blocks, key_tiles, 132, 3) == splits
 
 
 def test_splits_for_nothing():
-    assert _C.splits_for(0, 100, 132, 2) == 1
+    assert _C.splits_for(0, 100, 132, 2) == _C.splits_for_few(0, 100, 132, 2) == 1
 
 
 def on_h100(**given):

@@ -26,7 +26,8 @@ std::string why_none(cudaError_t error) {
 }
 
 // Bytes of shared memory that a block may take, or fewer if FLASH_ATTN_SHARED_BYTES says so: how tests and
-// benchmarks reach, on one machine, the kernels of chips that have less.
+// benchmarks reach, on one machine, the kernels of chips that have less. Builds for several generations hold
+// those for chips with less alone (kernel_table.py, small).
 int64_t within_wish(int64_t bytes) {
     const char* const wish = std::getenv("FLASH_ATTN_SHARED_BYTES");
     return wish ? std::min<int64_t>(bytes, std::atoll(wish)) : bytes;

@@ -16,6 +16,14 @@ struct Device {
     int64_t l2_bytes = 0;            // second-level cache
 };
 
+// Blocks of so many bytes that a multiprocessor holds at once. The system takes 1 KiB of each; what a block
+// may have at most is the multiprocessor's memory less that (CUDA C++ Programming Guide, technical
+// specifications per compute capability).
+inline int64_t blocks_in(const Device& device, int64_t shared_bytes) {
+    constexpr int64_t system = 1024;
+    return (device.shared_bytes_per_block + system) / (shared_bytes + system);
+}
+
 struct Launch {
     Device device;
     void* stream;     // cudaStream_t of that device
@@ -24,7 +32,7 @@ struct Launch {
     // From Hopper on.
     bool overlaps = false;
 
-    Launch overlapping() const { return {device, stream, workspace, true}; }
+    Launch overlapping() const { return {device, stream, workspace, device.capability >= 90}; }
 };
 
 constexpr int kMostSplits = 128;  // blocks that share the keys of a query tile
@@ -45,6 +53,7 @@ struct ForwardKernel {
     int capability = 0;  // of the only chips that run it; 0: all
     // Why it doesn't take a problem whose type and sizes suit it, or nullptr; nullptr: it takes all.
     const char* (*why_not)(const ForwardProblem& problem, const Device& device) = nullptr;
+    bool few = false;  // for queries that one tile holds: it comes before those of larger tiles
 };
 
 struct BackwardKernel {

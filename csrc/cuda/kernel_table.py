@@ -24,6 +24,8 @@ class Forward:
     columns: int = 1  # warps that share a row, each with a part of the keys and of the head dim
     bias: int = 1  # its kernels take one: not those of tiles that leave no registers for it
     retries: int = 0  # values that are not finite are looked for in O, and only then in all masked tiles
+    few: int = 0  # for no more queries than one tile holds, and plain scores; comes first then
+    one_wave: int = 0  # of those, for no more tiles of queries than run at once
 
 
 @dataclass(frozen=True)
@@ -128,6 +130,7 @@ class Row:
     dtypes: tuple
     configuration: object
     from_keys: int = 0  # if queries see fewer, the next row takes them
+    small: bool = False  # only for chips with less shared memory than 9.0 and 10.0 have
 
     @property
     def which(self):
@@ -193,10 +196,18 @@ def registry(compiled, architectures, toolkit, kernel_h):
     return f"{text}}}  // namespace flash::cuda\n"
 
 
-# By head dims, of one Hopper's own first: what those refuse is not to go to a wider one, but for transformed
+# First those for few queries, bound by the memory, so that padded columns cost them nothing. Then by head
+# dims, of one Hopper's own first: what those refuse is not to go to a wider one, but for transformed
 # scores of 96, which 128's take. Later rows of a head dim are for chips with less shared memory (163 KiB a
 # block on 8.0, 99 on 8.6, 8.9 and 12.0) and, in the forward, for biases.
 ROWS = [
+    Row("sm80", "forward", HALVES,
+        Forward(64, 16, 128, warps=4, blocks=2, columns=4, bias=0, few=1, one_wave=1)),
+    Row("sm80", "forward", HALVES, Forward(64, 16, 64, warps=4, blocks=2, columns=4, bias=0, few=1)),
+    Row("sm80", "forward", HALVES,
+        Forward(128, 16, 64, warps=4, blocks=2, columns=4, bias=0, few=1, one_wave=1)),
+    Row("sm80", "forward", HALVES, Forward(128, 16, 32, warps=2, blocks=2, columns=2, bias=0, few=1)),
+    Row("sm80", "forward", HALVES, Forward(256, 16, 32, warps=2, blocks=2, columns=2, bias=0, few=1)),
     Row("sm90", "forward", HALVES,
         HopperForward(64, 128, warpgroups=3, stages=4, query_slots=6, registers=160, stages_output=True,
                       diagonal_keys=1280), from_keys=768),
@@ -238,7 +249,7 @@ ROWS = [
     Row("sm90", "forward", HALVES,
         HopperForward(192, 64, warpgroups=2, stages=3, query_slots=2, transformed=True, biased=True)),
     Row("sm80", "forward", HALVES, Forward(192, 128, 64, warps=8, blocks=1, columns=2, retries=1)),
-    Row("sm80", "forward", HALVES, Forward(192, 128, 32, warps=8, blocks=1)),
+    Row("sm80", "forward", HALVES, Forward(192, 128, 32, warps=8, blocks=1), small=True),
     Row("sm90", "forward", HALVES,
         HopperForward(256, 64, warpgroups=2, stages=2, query_slots=3, held_queries=64)),
     Row("sm90", "forward", HALVES,
@@ -248,7 +259,7 @@ ROWS = [
     Row("sm80", "forward", HALVES,
         Forward(256, 128, 64, warps=8, blocks=1, columns=2, bias=0, retries=1)),
     Row("sm80", "forward", HALVES, Forward(256, 128, 32, warps=8, blocks=1, columns=2)),
-    Row("sm80", "forward", HALVES, Forward(256, 64, 32, warps=4, blocks=1)),
+    Row("sm80", "forward", HALVES, Forward(256, 64, 32, warps=4, blocks=1), small=True),
     Row("sm90", "backward", HALVES, HopperBackward(64, 128, 128, stages=3), from_keys=65),
     Row("sm90", "backward", HALVES, HopperBackward(64, 128, 128, stages=2, transformed=True), from_keys=224),
     Row("sm90", "backward", HALVES, HopperBackward(64, 128, 128, stages=2, transformed=True, biased=True)),
@@ -262,19 +273,23 @@ ROWS = [
     Row("sm80", "backward", HALVES, Backward(96, 64, 64, 4, 2, 2, score_rows=2, gradient_rows=4, dq_rows=4)),
     Row("sm80", "backward", HALVES,
         Backward(128, 64, 128, 8, 2, 1, score_rows=2, gradient_rows=4, dq_rows=2, finish_apart=1)),
-    Row("sm80", "backward", HALVES, Backward(128, 64, 64, 8, 1, 1, score_rows=4, gradient_rows=4, dq_rows=2)),
+    Row("sm80", "backward", HALVES,
+        Backward(128, 64, 64, 8, 1, 1, score_rows=4, gradient_rows=4, dq_rows=2), small=True),
     Row("sm90", "wide_backward", HALVES, HopperBackward(192, 64, 64, stages=3, held_keys=192, value_dim=128)),
     Row("sm90", "wide_backward", HALVES, HopperBackward(192, 64, 64, stages=3, held_keys=192)),
     Row("sm90", "wide_backward", HALVES,
         HopperBackward(192, 64, 64, stages=3, transformed=True, held_keys=192)),
     Row("sm80", "backward", HALVES, Backward(192, 64, 64, 8, 2, 1, score_rows=4, gradient_rows=4, dq_rows=4)),
-    Row("sm80", "backward", HALVES, Backward(192, 32, 32, 4, 2, 1, score_rows=2, gradient_rows=2, dq_rows=2)),
+    Row("sm80", "backward", HALVES,
+        Backward(192, 32, 32, 4, 2, 1, score_rows=2, gradient_rows=2, dq_rows=2), small=True),
     Row("sm90", "wide_backward", HALVES, HopperBackward(256, 48, 64, stages=3, held_keys=160)),
     Row("sm90", "wide_backward", HALVES,
         HopperBackward(256, 48, 64, stages=3, transformed=True, held_keys=160)),
     Row("sm80", "backward", HALVES, Backward(256, 64, 64, 8, 2, 1, score_rows=2, gradient_rows=2, dq_rows=2)),
-    Row("sm80", "backward", HALVES, Backward(256, 64, 64, 8, 1, 1, score_rows=2, gradient_rows=2, dq_rows=2)),
-    Row("sm80", "backward", HALVES, Backward(256, 32, 32, 4, 1, 1, score_rows=2, gradient_rows=2, dq_rows=2)),
+    Row("sm80", "backward", HALVES,
+        Backward(256, 64, 64, 8, 1, 1, score_rows=2, gradient_rows=2, dq_rows=2), small=True),
+    Row("sm80", "backward", HALVES,
+        Backward(256, 32, 32, 4, 1, 1, score_rows=2, gradient_rows=2, dq_rows=2), small=True),
     Row("sm80", "forward", SINGLE, Forward(64, 64, 64, warps=4, blocks=2)),
     Row("sm80", "forward", SINGLE, Forward(128, 64, 32, warps=4, blocks=1)),
     Row("sm80", "forward", SINGLE, Forward(256, 32, 16, warps=2, blocks=1)),

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <string_view>
 
+#include "few_queries.h"
+
 namespace flash::cuda {
 namespace {
 
@@ -31,13 +33,18 @@ std::string head_dims(int64_t head_dim, int64_t value_dim) {
            (value_dim == head_dim ? "" : " and values of " + std::to_string(value_dim));
 }
 
-// As many blocks as the kernel was made for fit a multiprocessor at once. The system takes 1 KiB of each;
-// what a block may have at most is the multiprocessor's memory less that (CUDA C++ Programming Guide,
-// technical specifications per compute capability).
+// As many blocks as the kernel was made for fit a multiprocessor at once.
 template <class Kernel>
 bool all_blocks_fit(const Kernel& kernel, const Device& device) {
-    constexpr int64_t system = 1024;
-    return kernel.blocks * (kernel.shared_bytes + system) <= device.shared_bytes_per_block + system;
+    return blocks_in(device, kernel.shared_bytes) >= kernel.blocks;
+}
+
+bool is_for_few(const ForwardKernel& kernel) {
+    return kernel.few;
+}
+
+bool is_for_few(const BackwardKernel&) {
+    return false;
 }
 
 // The most keys that a query sees, where no map of blocks says otherwise.
@@ -107,7 +114,7 @@ bool blocks_fill_tiles(const Kernel& kernel, const ForwardProblem& problem) {
 }
 
 // The first kernel that the device can run and that suits the problem; among those of the same head dim one
-// that all blocks fit.
+// whose blocks all fit.
 template <class Kernel, class Problem>
 const Kernel* first_fit(const Kernel* const* kernels, const Problem& whole, const Device& device) {
     const ForwardProblem& problem = forward_of(whole);
@@ -120,7 +127,7 @@ const Kernel* first_fit(const Kernel* const* kernels, const Problem& whole, cons
             !blocks_fill_tiles(kernel, problem) || objection(kernel, whole, device))
             continue;
         if (first && kernel.head_dim != first->head_dim) break;
-        if (all_blocks_fit(kernel, device)) return &kernel;
+        if (is_for_few(kernel) || all_blocks_fit(kernel, device)) return &kernel;
         if (!first) first = &kernel;
     }
     return first;
@@ -207,19 +214,33 @@ int splits_for(int64_t blocks, int64_t key_tiles, int multiprocessors, int resid
     if (key_tiles <= 4 || blocks * 10 >= int64_t(multiprocessors) * 8 || blocks == 0) return 1;
     const int64_t places = int64_t(multiprocessors) * resident;
     const int64_t most = std::min<int64_t>({kMostSplits, places, key_tiles});
-    // The share of the device that works, over all waves of blocks; the last one may be short.
-    const auto efficiency = [&](int64_t splits) {
-        const double waves = double(blocks * splits) / places;
-        return waves / double((blocks * splits + places - 1) / places);
+    // Waves of blocks, of which the last one may be short, times the longest block's tiles.
+    const auto time = [&](int64_t splits) {
+        return (blocks * splits + places - 1) / places * ((key_tiles + splits - 1) / splits);
     };
-    const auto tiles_each = [&](int64_t splits) { return (key_tiles + splits - 1) / splits; };
-    double best = 0;
-    for (int64_t splits = 1; splits <= most; ++splits) best = std::max(best, efficiency(splits));
-    for (int64_t splits = 1; splits <= most; ++splits)
-        // One more block that does not shorten the longest one only adds to what is combined.
-        if ((splits == 1 || tiles_each(splits) < tiles_each(splits - 1)) && efficiency(splits) >= 0.85 * best)
-            return int(splits);
-    return 1;
+    int64_t best = time(1);
+    for (int64_t splits = 2; splits <= most; ++splits) best = std::min(best, time(splits));
+    // Each one more adds to what is combined.
+    int64_t splits = 1;
+    while (time(splits) * 85 > best * 100) ++splits;
+    return int(splits);
+}
+
+int splits_for_few(int64_t blocks, int64_t key_tiles, int multiprocessors, int resident) {
+    if (blocks == 0) return 1;
+    const int64_t most =
+        std::min<int64_t>({kMostSplits, int64_t(multiprocessors) * resident / blocks, key_tiles});
+    // The memory is the limit: blocks of a multiprocessor share what it reads, of which one alone reads three
+    // quarters.
+    const auto time = [&](int64_t splits) {
+        const int64_t together = (blocks * splits + multiprocessors - 1) / multiprocessors;
+        return std::max<int64_t>(4, 3 * together) * ((key_tiles + splits - 1) / splits);
+    };
+    int64_t best = time(1);
+    for (int64_t splits = 2; splits <= most; ++splits) best = std::min(best, time(splits));
+    int64_t splits = 1;
+    while (time(splits) * 95 > best * 100) ++splits;
+    return int(splits);
 }
 
 int splits_of(const ForwardProblem& problem, const ForwardKernel& kernel, const Device& device) {
@@ -235,9 +256,12 @@ int splits_of(const ForwardProblem& problem, const ForwardKernel& kernel, const 
     if (problem.splits)
         return int(std::max<int64_t>(1, std::min<int64_t>({problem.splits, key_tiles, kMostSplits})));
     // One block alone would wait for its keys where two read as fast as they can.
-    const int resident = all_blocks_fit(kernel, device) ? kernel.blocks : 1;
+    const int resident = int(blocks_in(device, kernel.shared_bytes));
+    if (kernel.few)
+        return splits_for_few(tiles_of_few(problem, kernel.query_tile), key_tiles, device.multiprocessors,
+                              resident);
     return splits_for(query_tiles * problem.heads_q * problem.batch, key_tiles, device.multiprocessors,
-                      resident);
+                      std::min(resident, kernel.blocks));
 }
 
 std::vector<WhyNot> why_not(const ForwardProblem& problem, const Device& device) {

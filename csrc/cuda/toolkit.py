@@ -9,6 +9,7 @@ from pathlib import Path
 
 LOWEST = 80  # Ampere: older tensor cores know neither bfloat16 nor asynchronous copies
 SHIPPED = (80, 90, 100, 120)  # one of each generation: its machine code runs on all chips of that generation
+LARGE = (90, 100, 103)  # whose blocks can have 227 KiB of shared memory
 
 
 @dataclass(frozen=True, order=True)
@@ -27,9 +28,19 @@ class Architecture:
         return ["-gencode", f"arch={virtual},code={code}"]
 
 
+def code_for(architectures):
+    return [flag for architecture in architectures for flag in architecture.flags()]
+
+
 def only(capability):
     """nvcc's flags for instructions that this chip alone has: sm_90a."""
     return ["-gencode", f"arch=compute_{capability}a,code=sm_{capability}a"]
+
+
+def with_less_memory(architectures):
+    """Those that may run a kernel which the large ones never choose; all if there are no others."""
+    others = [each for each in architectures if each.ptx or each.capability not in LARGE]
+    return others or architectures
 
 
 def parse(text):

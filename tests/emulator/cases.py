@@ -53,6 +53,16 @@ def test_transformed_scores(dtype, head_dim, features):
     given.check(given.draw(), given.draw_dlse())
 
 
+@pytest.mark.parametrize("features", ["plain", "causal", "window", "packed"])
+@pytest.mark.parametrize("num_heads,num_heads_k", [(2, 2), (6, 2), (34, 2)])
+@pytest.mark.parametrize("head_dim", [64, 72, 128, 256])
+def test_few_queries(head_dim, num_heads, num_heads_k, features):
+    """Heads that share keys are rows of one tile."""
+    few = {"cu_seqlens_q": (0, 3, 3, 12), "cu_seqlens_k": (0, 10, 60, 260), "tail": 3, "causal": True}
+    given = few if features == "packed" else {**FEATURES[features], "seqlen_q": 5}
+    case(HALF, head_dim, **{**given, "num_heads": num_heads, "num_heads_k": num_heads_k}).check_forward()
+
+
 @pytest.mark.parametrize("features", [*FEATURES, "grouped"])
 def test_values_with_a_head_dim_of_their_own(features):
     """Hopper has kernels for queries and keys of 192 with values of 128, unless scores are transformed."""

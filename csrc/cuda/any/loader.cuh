@@ -4,6 +4,8 @@
 // of 16 bytes, element by element elsewhere.
 #pragma once
 
+#include <type_traits>
+
 #include "../../attention/mask.h"
 #include "../../attention/sequence.h"
 #include "../ptx/cp_async.h"
@@ -23,11 +25,33 @@ struct Pages {
           page_size(int(cache.page_size)),
           entries(int(cache.entries)),
           first_row(Position(first_row)) {}
+
+    __device__ __forceinline__ Position page_of(Position row) const { return (row + first_row) / page_size; }
+    // An entry that is none leads to one that exists.
+    __device__ __forceinline__ int64_t existing(int32_t entry) const {
+        return entry < 0 ? 0 : min(entry, entries - 1);
+    }
+};
+
+// The pages of the next kRows rows, asked for while the rows before them are copied: lane i has the i'th one.
+template <int kRows>
+struct PagesAhead {
+    Position row = -1, page;
+    int32_t entry;
+
+    // Of rows before `end`.
+    __device__ __forceinline__ void ask(const Pages& pages, Position first, Position end) {
+        row = first;
+        page = pages.page_of(first);
+        entry = pages.table[min(page + lane_index(), pages.page_of(end - 1))];
+    }
 };
 
 // The rows of one head: where its row 0 lies, and what may be assumed of every row.
 template <class Element>
 struct HeadRows {
+    static constexpr bool strided = true;
+
     Element* data;  // [rows, head_dim]; with pages row 0 of page 0
     int64_t row_stride;
     int head_dim;
@@ -57,10 +81,24 @@ struct HeadRows {
     // For rows that exist.
     __device__ __forceinline__ Element* row(Position index) const {
         if (!paged) return data + index * row_stride;
-        const Position of_sequence = index + pages.first_row;
-        const Position entry = pages.table[of_sequence / pages.page_size];
-        return data + (entry < 0 ? 0 : min(entry, pages.entries - 1)) * page_stride +
-               of_sequence % pages.page_size * row_stride;
+        return data + pages.existing(pages.table[pages.page_of(index)]) * page_stride +
+               (index + pages.first_row) % pages.page_size * row_stride;
+    }
+};
+
+// The rows of several heads: those of one query, then those of the next one.
+template <class Element>
+struct GroupedRows : HeadRows<Element> {
+    static constexpr bool strided = false;
+
+    int heads;
+    int64_t head_stride;
+
+    __device__ GroupedRows(const HeadRows<Element>& first, int heads, int64_t head_stride)
+        : HeadRows<Element>(first), heads(heads), head_stride(head_stride) {}
+
+    __device__ __forceinline__ Element* row(Position index) const {
+        return this->data + index / heads * this->row_stride + index % heads * head_stride;
     }
 };
 
@@ -77,14 +115,14 @@ struct TileThreads {
 };
 
 // For rows of any alignment.
-template <int kThreads, class Tile, class Element>
-__device__ __forceinline__ void load_elements(uint32_t tile, const HeadRows<const Element>& from,
-                                              Position first, Interval seen) {
+template <int kThreads, class Tile, class Rows>
+__device__ __forceinline__ void load_elements(uint32_t tile, const Rows& from, Position first,
+                                              Interval seen) {
     using Threads = TileThreads<Tile, kThreads>;
 #pragma unroll 1
     for (int row = Threads::first_row(); row < Tile::rows; row += Threads::row_step) {
         const bool valid = seen.contains(first + row);
-        const Element* source = valid ? from.row(first + row) : from.data;
+        const auto* source = valid ? from.row(first + row) : from.data;
 #pragma unroll 1
         for (int panel = 0; panel < Tile::panels; ++panel) {
             constexpr int elements = Tile::chunk_elements, in_word = elements / 4;
@@ -111,10 +149,16 @@ class WholeTiles {
     __device__ __forceinline__ explicit WholeTiles(const HeadRows<const Element>& rows)
         : source_(reinterpret_cast<const char*>(rows.data + Threads::first_row() * rows.row_stride +
                                                 Threads::chunk() * Tile::chunk_elements)),
-          usable_(Tile::rows % Threads::row_step == 0 && rows.vectors && !rows.paged &&
-                  rows.head_dim == Tile::columns) {}
+          usable_(is_whole(rows) && !rows.paged) {}
 
     __device__ __forceinline__ bool usable() const { return usable_; }
+
+    // Every step of a tile is in one page.
+    template <class Element>
+    __device__ __forceinline__ static bool usable_pages(const HeadRows<const Element>& rows) {
+        return is_whole(rows) && rows.paged &&
+               (rows.pages.page_size | rows.pages.first_row) % Threads::row_step == 0;
+    }
 
     // Starts the copies of rows [first, first + Tile::rows), which all exist. row_stride: of the head's rows.
     __device__ __forceinline__ void load(uint32_t tile, Position first, int row_stride) const {
@@ -131,8 +175,41 @@ class WholeTiles {
                             source + panel * Tile::row_bytes);
     }
 
+    // The same of the pages that were asked for, by whole warps.
+    template <class Element>
+    __device__ __forceinline__ static void load_pages(uint32_t tile, const PagesAhead<Tile::rows>& ahead,
+                                                      const HeadRows<const Element>& rows) {
+        static_assert(Tile::rows / 16 < 32);
+        const uint32_t place = tile + Tile::offset(Threads::first_row(), 0, Threads::chunk());
+        const Pages& pages = rows.pages;
+        int page = 0;
+        Position inside = ahead.row + pages.first_row - ahead.page * pages.page_size;
+        const Element* const of_thread =
+            rows.data + Threads::first_row() * rows.row_stride + Threads::chunk() * Tile::chunk_elements;
+        // All of them first: what stands behind a copy is read again.
+        const Element* sources[Threads::steps];
+#pragma unroll
+        for (int step = 0; step < Threads::steps; ++step) {
+            const int32_t entry = __shfl_sync(0xffffffff, ahead.entry, page);
+            sources[step] = of_thread + pages.existing(entry) * rows.page_stride + inside * rows.row_stride;
+            inside += Threads::row_step;
+            if (inside == pages.page_size) inside = 0, ++page;
+        }
+#pragma unroll
+        for (int step = 0; step < Threads::steps; ++step)
+#pragma unroll
+            for (int panel = 0; panel < Tile::panels; ++panel)
+                cp_async_16(place + panel * Tile::panel_bytes + step * Threads::row_step * Tile::row_bytes,
+                            sources[step] + panel * Tile::panel);
+    }
+
   private:
     using Threads = TileThreads<Tile, kThreads>;
+
+    template <class Element>
+    __device__ __forceinline__ static bool is_whole(const HeadRows<const Element>& rows) {
+        return Tile::rows % Threads::row_step == 0 && rows.vectors && rows.head_dim == Tile::columns;
+    }
 
     const char* source_;
     bool usable_;
@@ -140,26 +217,27 @@ class WholeTiles {
 
 // Starts the copies of rows [first, first + Tile::rows); the caller commits and waits. Where rows are not
 // vectors the copy is done on return, and seen by other threads after the barrier that follows the wait.
-template <int kThreads, class Tile, class Element>
-__device__ __forceinline__ void load_tile(uint32_t tile, const HeadRows<const Element>& from, Position first,
-                                          Interval seen) {
+template <int kThreads, class Tile, class Rows>
+__device__ __forceinline__ void load_tile(uint32_t tile, const Rows& from, Position first, Interval seen) {
     using Threads = TileThreads<Tile, kThreads>;
     if (!from.vectors) {
         load_elements<kThreads, Tile>(tile, from, first, seen);
         return;
     }
     // Nearly all tiles are whole; the others pay for their tests.
-    const WholeTiles<kThreads, Tile> whole(from);
-    if (whole.usable() && seen.begin <= first && seen.end >= first + Tile::rows) {
-        whole.load(tile, first, int(from.row_stride));
-        return;
+    if constexpr (Rows::strided) {
+        const WholeTiles<kThreads, Tile> whole(from);
+        if (whole.usable() && seen.begin <= first && seen.end >= first + Tile::rows) {
+            whole.load(tile, first, int(from.row_stride));
+            return;
+        }
     }
     const int row0 = Threads::first_row(), chunk = Threads::chunk(), column0 = chunk * Tile::chunk_elements;
     const uint32_t place = tile + Tile::offset(row0, 0, chunk);
 #pragma unroll 1
     for (int row = row0; row < Tile::rows; row += Threads::row_step) {
         const bool exists = seen.contains(first + row);
-        const Element* source = (exists ? from.row(first + row) : from.data) + column0;
+        const auto* source = (exists ? from.row(first + row) : from.data) + column0;
 #pragma unroll
         for (int panel = 0; panel < Tile::panels; ++panel) {
             const int column = panel * Tile::panel;
@@ -174,14 +252,19 @@ __device__ __forceinline__ void load_tile(uint32_t tile, const HeadRows<const El
 // Rows [first, first + kRows) of which those in `written` exist, from the part of a tile that starts at
 // `tile`, at a multiple of 8 rows. kThreads threads with consecutive indices share the work; they have to be
 // synchronised since it was written.
-template <int kThreads, class Tile, int kRows = Tile::rows, class Element>
-__device__ __forceinline__ void store_tile(const HeadRows<Element>& to, uint32_t tile, Position first,
-                                           Interval written) {
+template <int kThreads, class Tile, int kRows = Tile::rows, class Rows>
+__device__ __forceinline__ void store_tile(const Rows& to, uint32_t tile, Position first, Interval written) {
+    using Element = std::remove_pointer_t<decltype(to.data)>;
     using Threads = TileThreads<Tile, kThreads>;
     const int row0 = Threads::first_row(), chunk = Threads::chunk(), column0 = chunk * Tile::chunk_elements;
-    Element* target = to.data + (first + row0) * to.row_stride + column0;
     const int64_t step_elements = Threads::row_step * to.row_stride;
-    if (kRows % Threads::row_step == 0 && to.vectors && to.head_dim == Tile::columns &&
+    // The one of `row`, from that of the step before.
+    const auto next = [&](Element* before, int row) {
+        return Rows::strided ? before + step_elements : to.row(first + row) + column0;
+    };
+    Element* target =
+        Rows::strided ? to.data + (first + row0) * to.row_stride + column0 : next(nullptr, row0);
+    if (Rows::strided && kRows % Threads::row_step == 0 && to.vectors && to.head_dim == Tile::columns &&
         written.begin <= first && written.end >= first + kRows) {
 #pragma unroll
         for (int step = 0; step < kRows / Threads::row_step; ++step, target += step_elements)
@@ -193,7 +276,7 @@ __device__ __forceinline__ void store_tile(const HeadRows<Element>& to, uint32_t
     }
     if (to.vectors) {
 #pragma unroll 1
-        for (int row = row0; row < kRows; row += Threads::row_step, target += step_elements) {
+        for (int row = row0; row < kRows; row += Threads::row_step, target = next(target, row)) {
             if (!written.contains(first + row)) continue;
 #pragma unroll
             for (int panel = 0; panel < Tile::panels; ++panel)
@@ -204,7 +287,7 @@ __device__ __forceinline__ void store_tile(const HeadRows<Element>& to, uint32_t
         return;
     }
 #pragma unroll 1
-    for (int row = row0; row < kRows; row += Threads::row_step, target += step_elements) {
+    for (int row = row0; row < kRows; row += Threads::row_step, target = next(target, row)) {
         if (!written.contains(first + row)) continue;
 #pragma unroll 1
         for (int panel = 0; panel < Tile::panels; ++panel) {

@@ -1,6 +1,8 @@
 // One row of the kernel table and one element type, compiled into the kernels of each feature set.
 #include "../any/rows.h"
+#include "../few_queries.h"
 #include "../launch.h"
+#include "../ptx/grid_dependency.h"
 #include "forward.cuh"
 
 namespace flash::cuda {
@@ -22,22 +24,50 @@ __global__ void __launch_bounds__(kConfiguration.warps * 32, blocks_of(features)
     attention_forward(const __grid_constant__ ForwardProblem problem,
                       const __grid_constant__ RowTiling tiling, const __grid_constant__ int splits,
                       const __grid_constant__ float score_unit, const __grid_constant__ double natural,
-                      float* __restrict__ partial) {
+                      float* __restrict__ partial, const __grid_constant__ int heads) {
     extern __shared__ __align__(128) char memory[];
+    if constexpr (kConfiguration.few) {
+        await_grid_before();
+        // What combines the splits waits for this grid's end. Blocks of others would only take its places.
+        if (splits > 1) let_next_grid_start();
+    }
     auto& shared = *reinterpret_cast<ForwardShared<kDType, kConfiguration>*>(memory);
     const uint32_t index = splits == 1 ? blockIdx.x : blockIdx.x / uint32_t(splits);
     const RowTile tile = tiling(index, problem, true);
     if (tile.rows.empty()) return;
-    ForwardTile<kDType, kConfiguration, features> work(problem, shared, score_unit, natural);
-    work.load_first(tile, splits);
-    if (threadIdx.x == 0) work.start_barriers();
     const int64_t rows = problem.batch * problem.heads_q * problem.seqlen_q;
-    shared.plan.make(problem, tile,
-                     {int(blockIdx.x - index * splits), splits, partial,
-                      partial + splits * rows * kConfiguration.head_dim},
-                     kConfiguration.key_tile);
+    const Split split{int(blockIdx.x - index * splits), splits, partial,
+                      partial + splits * rows * kConfiguration.head_dim};
+    ForwardTile<kDType, kConfiguration, features> work(problem, shared, score_unit, natural, heads);
+    work.load_first(tile, split);
+    if (threadIdx.x == 0) work.start_barriers();
+    shared.plan.make(problem, tile, split, kConfiguration.key_tile);
     __syncthreads();
     work.run();
+}
+
+template <bool kFew>
+auto kernel_of(Features features) {
+    if constexpr (kFew) {
+        return attention_forward<Features::none>;
+    } else {
+        return features == Features::none          ? attention_forward<Features::none>
+               : features == Features::transformed ? attention_forward<Features::transformed>
+                                                   : attention_forward<Features::all>;
+    }
+}
+
+const char* why_not(const ForwardProblem& problem, const Device& device) {
+    if (!kConfiguration.few) return nullptr;
+    if (problem.seqlen_q > kConfiguration.query_tile) return "it is for fewer queries";
+    if (features_of(problem) != Features::none) return "it is for plain scores";
+    if (problem.key_blocks.counts) return "it takes no map of blocks";
+    // How many the longest sequence has, others don't depend on.
+    if (problem.deterministic) return "with deterministic=True no row depends on how many others there are";
+    if (kConfiguration.one_wave && tiles_of_few(problem, kConfiguration.query_tile) >
+                                       device.multiprocessors * blocks_in(device, kSharedBytes))
+        return "its blocks are too large to run all at once";
+    return nullptr;
 }
 
 int64_t workspace_bytes(const ForwardProblem& problem, int splits) {
@@ -50,18 +80,19 @@ void launch(const ForwardProblem& problem, int splits, const Launch& launch) {
     Features features = features_of(problem);
     if (features == Features::none && problem.visible.data && kConfiguration.blocks > 2)
         features = Features::transformed;
-    const auto kernel = features == Features::none          ? attention_forward<Features::none>
-                        : features == Features::transformed ? attention_forward<Features::transformed>
-                                                            : attention_forward<Features::all>;
+    const auto kernel = kernel_of<kConfiguration.few != 0>(features);
     const float score_unit = float(problem.softmax_scale * GpuMath::unit);
     // One unit of a kernel's scores in natural units: the scale is rounded after log2(e) went into it.
     const double natural =
         features == Features::none ? problem.softmax_scale / double(score_unit) : 1 / GpuMath::unit;
+    const int heads = kConfiguration.few ? int(heads_in_rows(problem, kConfiguration.query_tile)) : 1;
+    ForwardProblem tiled = problem;
+    tiled.heads_q /= heads;
     const RowTiling tiling =
-        RowTiling::of_queries(problem, kConfiguration.query_tile, launch.device.l2_bytes / 3);
+        RowTiling::of_queries(tiled, kConfiguration.query_tile / heads, launch.device.l2_bytes / 3);
     launch_kernel(FLASH_KERNEL_NAME, kernel, tiling.count() * splits, kConfiguration.warps * 32, kSharedBytes,
-                  launch, problem, tiling, splits, score_unit, natural,
-                  static_cast<float*>(launch.workspace));
+                  kConfiguration.few ? launch.overlapping() : launch, problem, tiling, splits, score_unit,
+                  natural, static_cast<float*>(launch.workspace), heads);
     if (splits == 1) return;
     const auto* out = static_cast<const float*>(launch.workspace);
     const int64_t rows = problem.batch * problem.heads_q * problem.seqlen_q;
@@ -82,10 +113,13 @@ extern constinit const ForwardKernel FLASH_KERNEL_SYMBOL{
     sm80::kConfiguration.key_tile,
     FLASH_FROM_KEYS,
     sm80::kConfiguration.blocks,
-    sm80::kConfiguration.bias,
+    sm80::kConfiguration.bias != 0,
     sm80::kSharedBytes,
     sm80::workspace_bytes,
     sm80::launch,
+    0,
+    sm80::why_not,
+    sm80::kConfiguration.few != 0,
 };
 
 }  // namespace flash::cuda

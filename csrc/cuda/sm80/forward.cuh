@@ -8,7 +8,7 @@
 //
 // With columns = 2 (large head dims, where reading K and V from shared memory is the limit) two warps share
 // twice as many rows: each computes S for half of the keys, P goes through shared memory, and each computes O
-// for half of the head dim.
+// for half of the head dim. With columns = 4 four share the 16 rows of a tile that is for few queries.
 //
 // A row's maximum only has to keep the exponentials within range, so it need not follow every tile: where no
 // score is hidden the exponentials are taken relative to the maximum so far, and their sum, which is needed
@@ -22,12 +22,13 @@
 #include "../tile/warp_product.h"
 #include "../any/finite.cuh"
 #include "key_stages.cuh"
+#include "query_rows.cuh"
 #include "score_gradient.cuh"
 
 namespace flash::cuda::sm80 {
 
 struct ForwardConfiguration {
-    int head_dim, query_tile, key_tile, warps, blocks, columns, bias, retries;
+    int head_dim, query_tile, key_tile, warps, blocks, columns, bias, retries, few, one_wave;
 };
 
 template <DType dtype, ForwardConfiguration c>
@@ -47,24 +48,23 @@ template <DType dtype, ForwardConfiguration c, Features features,
 class ForwardTile {
   public:
     // score_unit: from a dot product to a score in log 2, where no feature does more. natural: one unit of a
-    // score in natural units.
+    // score in natural units. heads: of QueryRows.
     __device__ ForwardTile(const ForwardProblem& problem, ForwardShared<dtype, c>& shared,
-                           const float& score_unit, const double& natural)
-        : problem_(problem), shared_(shared), score_unit_(score_unit), natural_(natural) {}
+                           const float& score_unit, const double& natural, const int& heads)
+        : problem_(problem), shared_(shared), score_unit_(score_unit), natural_(natural), rows_{heads} {}
 
     // By one thread.
     __device__ __forceinline__ void start_barriers() const { Pipeline::start_barriers(shared_.keys); }
 
     // Needs no plan: the copies run while thread 0 makes it.
-    __device__ __forceinline__ void load_first(const RowTile& tile, int splits) {
+    __device__ __forceinline__ void load_first(const RowTile& tile, const Split& split) {
         load_queries(tile);
-        loaded_early_ = Pipeline::load_early(shared_.keys, problem_, tile, splits);
+        loaded_early_ = Pipeline::load_early(shared_.keys, problem_, tile, split);
     }
 
     __device__ __forceinline__ void load_queries(const RowTile& tile) const {
-        const HeadRows<const Bits<dtype>> q(problem_.q, tile.unowned ? 0 : tile.batch,
-                                            tile.sequence.first_query_row, tile.head, problem_.head_dim);
-        load_tile<threads, QueryTile>(q_address(), q, tile.first, tile.rows);
+        const auto q = rows_.template of<const Bits<dtype>>(problem_.q, tile, problem_.head_dim);
+        load_tile<threads, QueryTile>(q_address(), q, rows_.first_row(tile), rows_.rows(tile));
     }
 
     // tile: how many tiles have come through the stages before.
@@ -112,7 +112,7 @@ class ForwardTile {
             const auto p = left_operand(scores);
             const bool check = !follows && !too_low;
             too_low = check ? rows_beyond(sums) : 0;
-            if (c.columns > 1 && !check) pair_barrier();  // P is whole
+            if (c.columns > 1 && !check) meet();  // P is whole
             if (too_low) continue;
             if constexpr (!optimistic) end_block(key < 0);  // the sums are done before P V starts
 #pragma unroll
@@ -130,19 +130,19 @@ class ForwardTile {
             store();
             // Behind the stores: warps that see less than others are done before them.
             if (hides && __syncthreads_or(doubtful))
-                run_carefully(problem_, shared_, score_unit_, natural_, tile);
+                run_carefully(problem_, shared_, score_unit_, natural_, rows_.heads, tile);
         }
     }
 
   private:
     static constexpr int threads = c.warps * 32;
-    static_assert(c.columns == 1 || c.columns == 2);
+    static_assert(c.columns == 1 || c.columns == 2 || c.columns == 4);
     static constexpr int warp_rows = c.query_tile / c.warps * c.columns;
     static constexpr int warp_keys = c.key_tile / c.columns;
     static constexpr int warp_values = c.head_dim / c.columns;
     using QueryTile = SmemTile<c.query_tile, c.head_dim, element_bytes(dtype)>;
     using KeyTile = SmemTile<c.key_tile, c.head_dim, element_bytes(dtype)>;
-    using Pipeline = KeyPipeline<dtype, c.key_tile, c.head_dim, c.warps, 2, (c.columns > 1)>;
+    using Pipeline = KeyPipeline<dtype, c.key_tile, c.head_dim, c.warps, 2, (c.columns > 1), c.few != 0>;
     using ScoreTile = SmemTile<c.query_tile, c.key_tile, element_bytes(dtype)>;
     using Scores = Fragment<warp_rows, warp_keys>;
     using Output = Fragment<warp_rows, warp_values>;
@@ -165,9 +165,11 @@ class ForwardTile {
     // The warp's first column of the scores, of O.
     __device__ __forceinline__ static int warp_key() { return warp() % c.columns * warp_keys; }
     __device__ __forceinline__ static int warp_value() { return warp() % c.columns * warp_values; }
-    __device__ __forceinline__ static void pair_barrier() { barrier_of<64>(1 + warp() / 2); }
+    // The warps that share their rows.
+    __device__ __forceinline__ static void meet() { barrier_of<32 * c.columns>(1 + warp() / c.columns); }
+    __device__ __forceinline__ static int row(int r) { return warp_row() + Scores::row(r); }
     __device__ __forceinline__ Position query(int r) const {
-        return shared_.plan.tile.first + warp_row() + Scores::row(r);
+        return shared_.plan.tile.first + rows_.query(row(r));
     }
     __device__ __forceinline__ void multiply_qk(Scores& s, uint32_t k) const {
         s.clear();
@@ -176,12 +178,12 @@ class ForwardTile {
         multiply_rows_by_rows<dtype, QueryTile, KeyTile>(s, q_lane, k_lane);
     }
 
-    // P as the left operand of P V: in registers, or written to shared memory for both warps of the pair.
+    // P as the left operand of P V: in registers, or written to shared memory for all warps of its rows.
     __device__ __forceinline__ auto left_operand(const Scores& p) const {
         if constexpr (c.columns == 1) {
             return RegisterOperand<dtype, warp_rows, warp_keys>(p);
         } else {
-            pair_barrier();  // the other warp has left the last tile's
+            meet();  // the other warps have left the last tile's
             store_fragment<dtype, ScoreTile>(p_address(), p, warp_row(), warp_key());
             return nullptr;
         }
@@ -200,18 +202,23 @@ class ForwardTile {
         }
     }
 
-    // Of each row, over the pair of warps that share it: combine(this warp's x, the other one's).
+    // Of each row, over the warps that share it. combine() is symmetric, so all of them get the same bits.
     template <class Combine>
     __device__ __forceinline__ void exchange(float (&x)[Scores::rows], const Combine& combine) const {
         if constexpr (c.columns > 1) {
-            pair_barrier();  // the other warp has read what was here
+            meet();  // the other warps have read what was here
 #pragma unroll
             for (int r = 0; r < Scores::rows; ++r)
                 if (lane_index() % 4 == 0) shared_.exchange[warp()][Scores::row(r)] = x[r];
-            pair_barrier();
+            meet();
+            const auto of = [&](int other, int r) {
+                return shared_.exchange[warp() ^ other][Scores::row(r)];
+            };
 #pragma unroll
-            for (int r = 0; r < Scores::rows; ++r)
-                x[r] = combine(x[r], shared_.exchange[warp() ^ 1][Scores::row(r)]);
+            for (int r = 0; r < Scores::rows; ++r) {
+                x[r] = combine(x[r], of(1, r));
+                if constexpr (c.columns > 2) x[r] = combine(x[r], combine(of(2, r), of(3, r)));
+            }
         }
     }
 
@@ -353,7 +360,7 @@ class ForwardTile {
     }
 
     // Rows whose maximum is too far below this tile's scores, a bit each, and one more bit that says that any
-    // row of the warp has one: what is done again is done by whole warps, and by both warps of a pair.
+    // row of the warp has one: what is done again is done by all warps that share rows.
     __device__ __forceinline__ uint32_t rows_beyond(float (&sums)[Scores::rows]) const {
         bool beyond = false;
 #pragma unroll
@@ -361,8 +368,9 @@ class ForwardTile {
         beyond = __any_sync(0xffffffff, beyond);
         if constexpr (c.columns > 1) {
             shared_.beyond[warp()] = beyond;
-            pair_barrier();
-            beyond |= shared_.beyond[warp() ^ 1];
+            meet();
+#pragma unroll
+            for (int other = 1; other < c.columns; ++other) beyond |= shared_.beyond[warp() ^ other];
         }
         if (!beyond) return 0;
         row_maxima(sums);
@@ -378,8 +386,8 @@ class ForwardTile {
     __device__ static __noinline__ void run_carefully(const ForwardProblem& problem,
                                                       ForwardShared<dtype, c>& shared,
                                                       const float& score_unit, const double& natural,
-                                                      uint32_t tile) {
-        ForwardTile<dtype, c, features, true> again(problem, shared, score_unit, natural);
+                                                      const int& heads, uint32_t tile) {
+        ForwardTile<dtype, c, features, true> again(problem, shared, score_unit, natural, heads);
         again.load_queries(shared.plan.tile);  // O took their place
         again.run(tile);
     }
@@ -431,44 +439,44 @@ class ForwardTile {
             store_partial();
             return;
         }
-        store_lse(statistics_of<float>(problem_.lse, shared_.plan.tile.batch,
-                                       shared_.plan.tile.sequence.first_query_row, shared_.plan.tile.head));
+        const RowTile& tile = shared_.plan.tile;
+        store_lse(statistics_of<float>(problem_.lse, tile.batch, tile.sequence.first_query_row,
+                                       rows_.first_head(tile)),
+                  problem_.lse.head_stride);
         // Its rows of Q are read by nobody else.
         store_fragment<dtype, QueryTile>(q_address(), out_, warp_row(), warp_value());
         if constexpr (c.columns > 1)
-            pair_barrier();
+            meet();
         else
             __syncwarp();
-        const HeadRows<Bits<dtype>> out(problem_.out, shared_.plan.tile.batch,
-                                        shared_.plan.tile.sequence.first_query_row, shared_.plan.tile.head,
-                                        problem_.head_dim_v);
+        const auto out = rows_.template of<Bits<dtype>>(problem_.out, tile, problem_.head_dim_v);
         store_tile<32 * c.columns, QueryTile, warp_rows>(out, q_address() + warp_row() * QueryTile::row_bytes,
-                                                         shared_.plan.tile.first + warp_row(),
-                                                         shared_.plan.tile.rows);
+                                                         rows_.first_row(tile) + warp_row(),
+                                                         rows_.rows(tile));
     }
 
-    // lse: of the sequence's first query. The lanes of a quad take one row each.
-    __device__ __forceinline__ void store_lse(float* lse) const {
+    // lse: of the sequence's first query and the first head. The lanes of a quad take one row each.
+    __device__ __forceinline__ void store_lse(float* lse, int64_t head_stride) const {
         const int mine = lane_index() % 4;
         OnlineSoftmax<GpuMath> softmax = softmax_[0];
 #pragma unroll
         for (int r = 1; r < Scores::rows; ++r)
             if (r == mine) softmax = softmax_[r];
         if (mine < Scores::rows && warp_key() == 0 && shared_.plan.tile.rows.contains(query(mine)))
-            lse[query(mine)] = softmax.log_sum_exp(natural_);
+            lse[rows_.head(row(mine)) * head_stride + query(mine)] = softmax.log_sum_exp(natural_);
     }
 
     // Averages over this split's keys, in fp32 for the combination (any/combine.cu). Dense problems only.
     __device__ __forceinline__ void store_partial() const {
         const auto& plan = shared_.plan;
-        const int64_t head =
-            (plan.split.index * problem_.batch + plan.tile.batch) * problem_.heads_q + plan.tile.head;
-        store_lse(plan.split.lse + head * problem_.seqlen_q);
+        const int64_t heads = (plan.split.index * problem_.batch + plan.tile.batch) * problem_.heads_q;
+        const int64_t first = (heads + rows_.first_head(plan.tile)) * problem_.seqlen_q;
+        store_lse(plan.split.lse + first, problem_.seqlen_q);
 #pragma unroll
         for (int r = 0; r < Scores::rows; ++r) {
             if (!plan.tile.rows.contains(query(r))) continue;
-            float* out = plan.split.out + (head * problem_.seqlen_q + query(r)) * c.head_dim + warp_value() +
-                         lane_index() % 4 * 2;
+            const int64_t place = first + rows_.head(row(r)) * problem_.seqlen_q + query(r);
+            float* out = plan.split.out + place * c.head_dim + warp_value() + lane_index() % 4 * 2;
 #pragma unroll
             for (int n = 0; n < Output::column_tiles; ++n)
                 *reinterpret_cast<float2*>(out + n * 8) =
@@ -480,6 +488,7 @@ class ForwardTile {
     ForwardShared<dtype, c>& shared_;
     const float& score_unit_;
     const double& natural_;
+    const QueryRows<(c.few != 0)> rows_;
     OnlineSoftmax<GpuMath> softmax_[Scores::rows];
     bool settled_ = false;  // every row of the warp has a maximum
     bool rounds_ = false;   // one is beyond kHuge

@@ -20,8 +20,10 @@ struct KeyStages {
 };
 
 // Every thread of the block has one; tiles are counted from 0 in the order in which they are visited.
-// kValuesApart: wait_keys() does not wait for the values; to look at two barriers takes registers.
-template <DType dtype, int kRows, int kColumns, int kWarps, int kStages = 2, bool kValuesApart = false>
+// kValuesApart: wait_keys() does not wait for the values; to look at two barriers takes registers. kPages:
+// whole tiles in pages have a path of their own.
+template <DType dtype, int kRows, int kColumns, int kWarps, int kStages = 2, bool kValuesApart = false,
+          bool kPages = false>
 class KeyPipeline {
   public:
     using Stages = KeyStages<dtype, kRows, kColumns, kStages>;
@@ -41,11 +43,13 @@ class KeyPipeline {
     // Asks for the first tile where it is easily found, so that its copies run while the plan is made. True
     // if it did.
     __device__ __forceinline__ static bool load_early(const Stages& shared, const ForwardProblem& problem,
-                                                      const RowTile& tile, int splits) {
-        if (tile.unowned || splits > 1 || problem.key_blocks.counts || problem.cache.pages) return false;
+                                                      const RowTile& tile, const Split& split) {
+        if (tile.unowned || problem.key_blocks.counts || problem.cache.pages) return false;
         const Mask mask(problem, tile.sequence);
-        const Position key = mask.keys_of(tile.rows.begin).begin;
-        if (key % kRows != 0 || key + kRows > mask.keys_of(tile.rows.end - 1).end) return false;
+        const Interval slice = split.keys(tile.sequence.seqlen_k, kRows);
+        const Position key = intersection(mask.keys_of(tile.rows.begin), slice).begin;
+        const Position end = intersection(mask.keys_of(tile.rows.end - 1), slice).end;
+        if (key % kRows != 0 || key + kRows > end) return false;
         const int64_t first = tile.sequence.first_key_row;
         const int64_t entry = tile.sequence.key_entry;
         const HeadRows<const Bits<dtype>> k(problem.k, entry, first, tile.key_head, problem.head_dim);
@@ -84,17 +88,24 @@ class KeyPipeline {
     __device__ __forceinline__ void load(uint32_t tile, const TileWalk<kRows>& walk) const {
         if (!walk.more()) return;
         mbarrier_wait(of_tile(shared_.empty, tile), tile / kStages % 2 ^ 1);
-        const bool whole = walk.whole();
+        const bool whole = walk.whole(), pages = kPages && whole && keys_.usable_pages(plan_.keys) &&
+                                                 values_.usable_pages(plan_.values);
+        if (pages && ahead_.row != walk.first()) ahead_.ask(plan_.keys.pages, walk.first(), plan_.slice.end);
         if (whole && keys_.usable())
             keys_.load(k_address(tile), walk.first(), int(problem_.k.row_stride));
+        else if (pages)
+            keys_.load_pages(k_address(tile), ahead_, plan_.keys);
         else
             load_partial(k_address(tile), plan_.keys, walk);
         if (kValuesApart) mbarrier_arrive_behind_copies(of_tile(shared_.keys_full, tile));
         if (whole && values_.usable())
             values_.load(v_address(tile), walk.first(), int(problem_.v.row_stride));
+        else if (pages)
+            values_.load_pages(v_address(tile), ahead_, plan_.values);
         else
             load_partial(v_address(tile), plan_.values, walk);
         mbarrier_arrive_behind_copies(of_tile(shared_.values_full, tile));
+        if (pages) ahead_.ask(plan_.keys.pages, walk.first() + kRows, plan_.slice.end);
     }
 
     // Until the tile's keys are there, and all that this block's threads copied before.
@@ -134,6 +145,7 @@ class KeyPipeline {
     const ForwardProblem& problem_;
     const Plan& plan_;
     WholeTiles<threads, Tile> keys_, values_;
+    mutable PagesAhead<kRows> ahead_;
 };
 
 }  // namespace flash::cuda::sm80

@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(kConfiguration.warps * 32,
     QueryGradientTile<kDType, kConfiguration, features> work(problem, shared);
     work.load_first(tile);
     if (threadIdx.x == 0) work.start_barriers();
-    shared.plan.make(problem.forward, tile, {0, 1, nullptr, nullptr}, kConfiguration.key_tile);
+    shared.plan.make(problem.forward, tile, Split(), kConfiguration.key_tile);
     __syncthreads();
     work.run();
 }

@@ -36,7 +36,7 @@ class QueryGradientTile {
     // Needs no plan: the copies run while thread 0 makes it.
     __device__ __forceinline__ void load_first(const RowTile& tile) {
         load_queries(tile);
-        loaded_early_ = Pipeline::load_early(shared_.keys, problem_.forward, tile, 1);
+        loaded_early_ = Pipeline::load_early(shared_.keys, problem_.forward, tile, Split());
     }
 
     __device__ __forceinline__ void run() {

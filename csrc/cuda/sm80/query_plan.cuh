@@ -14,9 +14,9 @@ namespace flash::cuda::sm80 {
 
 // The keys of one call that this block may visit, and where its results go.
 struct Split {
-    int index, count;
-    float* out;  // [count, B, H, Sq, head_dim of the configuration] partial results, count > 1 only
-    float* lse;  // [count, B, H, Sq]
+    int index = 0, count = 1;
+    float* out = nullptr;  // [count, B, H, Sq, head_dim of the configuration] partial results, count > 1 only
+    float* lse = nullptr;  // [count, B, H, Sq]
 
     __device__ Interval keys(Position seqlen_k, Position key_tile) const {
         if (count == 1) return {0, seqlen_k};

@@ -1,0 +1,41 @@
+// Which query and head a row of a tile of queries is: of one head, a query a row; or, where queries are few,
+// of heads that share keys, a query's next to each other, so that keys are read once for all of them.
+#pragma once
+
+#include "../any/loader.cuh"
+#include "../any/row_tile.cuh"
+
+namespace flash::cuda::sm80 {
+
+template <bool kFew>
+struct QueryRows {
+    const int& heads;  // of a query that are rows; 1 but for few queries
+
+    // Counted from the tile's first query; from the first of the heads.
+    __device__ __forceinline__ Position query(int row) const { return kFew ? row / heads : row; }
+    __device__ __forceinline__ int head(int row) const { return kFew ? row % heads : 0; }
+
+    __device__ __forceinline__ int64_t first_head(const RowTile& tile) const {
+        return kFew ? tile.head * heads : tile.head;
+    }
+    __device__ __forceinline__ Position first_row(const RowTile& tile) const {
+        return kFew ? tile.first * heads : tile.first;
+    }
+    __device__ __forceinline__ Interval rows(const RowTile& tile) const {
+        return kFew ? Interval(tile.rows.begin * heads, tile.rows.end * heads) : tile.rows;
+    }
+
+    // Of a tensor [.., Sq, H, head_dim], from the sequence's first query on.
+    template <class Element>
+    __device__ __forceinline__ auto of(const TensorView& tensor, const RowTile& tile,
+                                       int64_t head_dim) const {
+        const HeadRows<Element> first(tensor, tile.unowned ? 0 : tile.batch, tile.sequence.first_query_row,
+                                      first_head(tile), head_dim);
+        if constexpr (kFew)
+            return GroupedRows<Element>(first, heads, tensor.head_stride);
+        else
+            return first;
+    }
+};
+
+}  // namespace flash::cuda::sm80

@@ -1,0 +1,91 @@
+"""Few queries: the heads that share keys are rows of one tile, and keys are split for all of the GPU."""
+
+import pytest
+import torch
+
+import flash_attn
+from attention_case import Case
+from gpu import DEVICE, HALVES, check, deterministic_as_asked, needs_gpu  # noqa: F401
+
+pytestmark = [needs_gpu, pytest.mark.usefixtures("deterministic_as_asked")]
+# One row, parts of a tile, all of it, several tiles; groups that divide 16, that don't, that exceed it.
+GROUPS = [(3, 3), (8, 2), (6, 2), (5, 1), (16, 1), (48, 2), (34, 2)]
+
+
+def kernel_of(*qkv, **features):
+    return flash_attn.explain(*qkv, **features).forward.configuration
+
+
+def draw(seqlen_q, seqlen_k, heads, heads_k, head_dim, dtype=torch.bfloat16, batch=2):
+    shapes = (batch, seqlen_q, heads, head_dim), *[(batch, seqlen_k, heads_k, head_dim)] * 2
+    return [torch.randn(shape, dtype=dtype, device=DEVICE) for shape in shapes]
+
+
+@pytest.mark.parametrize("features", [{}, {"causal": True}, {"window_size": (40, 3)}], ids=str)
+@pytest.mark.parametrize("seqlen_q", [1, 2, 7, 16])
+@pytest.mark.parametrize("num_heads,num_heads_k", GROUPS)
+@pytest.mark.parametrize("head_dim", [64, 72, 128, 192, 256])
+def test_dense(head_dim, num_heads, num_heads_k, seqlen_q, features):
+    for dtype, seqlen_k in zip(HALVES, (700, 129)):
+        sizes = (2, seqlen_q, seqlen_k, num_heads, num_heads_k, head_dim)
+        check(Case(dtype, *sizes, device=DEVICE, **features))
+
+
+@pytest.mark.parametrize("features", [{}, {"causal": True}, {"window_size": (40, 3)}], ids=str)
+@pytest.mark.parametrize("num_heads,num_heads_k", GROUPS)
+def test_packed(num_heads, num_heads_k, features):
+    """Sequences without queries, without keys, with fewer keys than queries; rows past the last one."""
+    check(Case(torch.bfloat16, num_heads=num_heads, num_heads_k=num_heads_k, head_dim=128, device=DEVICE,
+               cu_seqlens_q=(0, 1, 1, 14, 30, 33, 35), cu_seqlens_k=(0, 200, 290, 299, 400, 400, 1100),
+               tail=4, **features))
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("head_dim", [40, 64, 128, 256])
+def test_more_tiles_than_run_at_once(head_dim, dtype):
+    """Go to kernels of smaller tiles."""
+    batch = torch.cuda.get_device_properties(DEVICE).multi_processor_count
+    case = Case(dtype, batch, 3, 150, 16, 4, head_dim, causal=True, device=DEVICE)
+    check(case)
+    one, many = (kernel_of(*draw(3, 150, 16, 4, head_dim, dtype, entries)) for entries in (1, batch))
+    assert one != many or head_dim == 256
+
+
+@pytest.mark.parametrize("num_heads,num_heads_k", GROUPS)
+def test_unaligned_rows(num_heads, num_heads_k):
+    q, k, v = draw(3, 300, num_heads, num_heads_k, 72)
+    expected = flash_attn.flash_attn_func(*(x[..., 1:].contiguous() for x in (q, k, v)), causal=True)
+    # Copied element by element: the same numbers in the same places.
+    assert torch.equal(flash_attn.flash_attn_func(*(x[..., 1:] for x in (q, k, v)), causal=True), expected)
+
+
+@pytest.mark.parametrize("num_heads,num_heads_k", GROUPS)
+def test_rows_do_not_meet(num_heads, num_heads_k):
+    """A query that is NaN, or whose scores overflow, is none of the others' business."""
+    q, k, v = draw(4, 700, num_heads, num_heads_k, 128)
+    expected = flash_attn.flash_attn_func(q, k, v, causal=True)
+    q[0, 2, num_heads - 1], q[1, 1, 0] = float("nan"), float("inf")
+    actual = flash_attn.flash_attn_func(q, k, v, causal=True)
+    assert actual[0, 2, num_heads - 1].isnan().all() and actual[1, 1, 0].isnan().all()
+    for out in (actual, expected):
+        out[0, 2, num_heads - 1] = out[1, 1, 0] = 0
+    assert torch.equal(actual, expected)
+
+
+def test_keys_nobody_sees_do_not_matter():
+    """Keys and values of infinity, which the causal mask hides from all queries but the last one."""
+    q, k, v = draw(5, 1000, 8, 2, 128)
+    expected = flash_attn.flash_attn_func(q, k, v, causal=True)
+    k[:, -1], v[:, -1] = float("inf"), float("nan")
+    actual = flash_attn.flash_attn_func(q, k, v, causal=True)
+    assert torch.equal(actual[:, :-1], expected[:, :-1]) and actual[:, -1].isnan().all()
+
+
+def test_which_calls_they_are():
+    def few(*sizes, **features):
+        return "_q16_" in kernel_of(*draw(*sizes), **features)
+
+    assert few(1, 500, 8, 2, 128) and few(16, 500, 8, 8, 64) and few(9, 500, 4, 2, 200, causal=True)
+    assert not few(17, 500, 8, 2, 128)
+    assert not few(1, 500, 8, 2, 128, softcap=3.0)
+    assert not few(1, 500, 8, 2, 128, deterministic=True)
