@@ -28,7 +28,7 @@ def draw(seqlen_q, seqlen_k, heads, heads_k, head_dim, dtype=torch.bfloat16, bat
 def test_dense(head_dim, num_heads, num_heads_k, seqlen_q, features):
     for dtype, seqlen_k in zip(HALVES, (700, 129)):
         sizes = (2, seqlen_q, seqlen_k, num_heads, num_heads_k, head_dim)
-        check(Case(dtype, *sizes, device=DEVICE, **features))
+        Case(dtype, *sizes, device=DEVICE, **features).check_forward()
 
 
 @pytest.mark.parametrize("features", [{}, {"causal": True}, {"window_size": (40, 3)}], ids=str)
@@ -46,7 +46,7 @@ def test_more_tiles_than_run_at_once(head_dim, dtype):
     """Go to kernels of smaller tiles."""
     batch = torch.cuda.get_device_properties(DEVICE).multi_processor_count
     case = Case(dtype, batch, 3, 150, 16, 4, head_dim, causal=True, device=DEVICE)
-    check(case)
+    case.check_forward()
     one, many = (kernel_of(*draw(3, 150, 16, 4, head_dim, dtype, entries)) for entries in (1, batch))
     assert one != many or head_dim == 256
 
