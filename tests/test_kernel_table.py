@@ -315,6 +315,20 @@ def test_few_queries_split_the_keys():
     assert plan["workspace_bytes"] >= plan["splits"] * 8 * 65 * 4
 
 
+def test_few_queries_have_tiles_of_their_own():
+    """Of (query, head) rows: 4 queries of 4 heads are a tile of 16. Smaller tiles of keys where more than
+    three blocks for each multiprocessor would not run at once."""
+    few = {"seqlen_q": 4, "seqlen_k": 8192, "batch": 8, "heads": 32, "heads_k": 8, "head_dim": 128}
+    plan = on_h100(**few)
+    assert plan["configuration"] == "forward_bfloat16_d128_q16_k64" and plan["splits"] == 4
+    many = on_h100(**{**few, "batch": 50})
+    assert many["configuration"] == "forward_bfloat16_d128_q16_k32" and many["splits"] == 1
+    assert on_h100(**{**few, "seqlen_q": 8})["splits"] == 2  # two tiles a key head
+    for other in ({"seqlen_q": 17}, {"softcap": 3.0}, {"alibi": True}, {"dropout_p": 0.1},
+                  {"deterministic": True}, {"attn_bias": (0, 8192, 1)}, {"block_size": (64, 64)}):
+        assert "_q16_" not in on_h100(**{**few, **other})["configuration"], other
+
+
 def test_enough_queries_do_not():
     plan = on_h100()
     assert plan["splits"] == 1 and plan["workspace_bytes"] == 0
