@@ -334,9 +334,16 @@ def test_enough_queries_do_not():
     assert plan["splits"] == 1 and plan["workspace_bytes"] == 0
 
 
-@pytest.mark.parametrize("given", [{"packed": True}, {"block_size": (64, 64)}, {"window_left": 100}], ids=str)
+@pytest.mark.parametrize("given", [{"packed": True}, {"block_size": (64, 64)}, {"window_left": 1000}],
+                         ids=str)
 def test_only_whole_dense_rows_of_keys_are_split(given):
-    assert on_h100(seqlen_q=1, seqlen_k=8192, batch=1, heads=8, **given)["splits"] == 1
+    """But of few queries, whose tiles have some of the keys that they see each."""
+    many = {"seqlen_q": 20, "seqlen_k": 8192, "batch": 1, "heads": 8}
+    assert on_h100(**many)["splits"] > on_h100(**many, **given)["splits"] == 1
+    few = {**many, "seqlen_q": 1, "window_right": 0}
+    tiles_of_window = 8
+    assert on_h100(**few, **given)["splits"] == (1 if "block_size" in given else on_h100(**few)["splits"]
+                                                 if "packed" in given else tiles_of_window)
 
 
 def test_a_window_as_wide_as_the_keys_is_none():

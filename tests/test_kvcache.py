@@ -173,15 +173,16 @@ def test_rotary(interleaved, rotary_dim, features, layout, device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("features", FEATURES[:4], ids=str)
 @pytest.mark.parametrize("page_size", [16, 64])
-def test_packed_queries_over_pages(dtype, features, page_size, device):
-    lengths_q, lengths_k, pages = [3, 0, 40, 1], [70, 5, 40, 128], 8
+@pytest.mark.parametrize("longest", [4, 40])
+def test_packed_queries_over_pages(longest, dtype, features, page_size, device):
+    lengths_q, lengths_k, pages = [3, 0, longest, 1], [70, 5, 40, 128], 8
     cache = Cache(device, dtype, batch=4, new=0, capacity=page_size * pages, page_size=page_size)
     cache.lengths = torch.tensor(lengths_k, dtype=torch.int32, device=device)
     cache.poison()
     cu_q, cu_k = (torch.tensor([0, *torch.tensor(x).cumsum(0)], dtype=torch.int32, device=device)
                   for x in (lengths_q, lengths_k))
-    q = torch.randn(44, 4, 64, device=device, dtype=dtype)
-    out = flash_attn_varlen_func(q, cache.k, cache.v, cu_q, cu_k, 40, 128, block_table=cache.table,
+    q = torch.randn(sum(lengths_q), 4, 64, device=device, dtype=dtype)
+    out = flash_attn_varlen_func(q, cache.k, cache.v, cu_q, cu_k, longest, 128, block_table=cache.table,
                                  **features)
     for b, length in enumerate(lengths_k):
         rows = q[None, cu_q[b] : cu_q[b + 1]]

@@ -16,11 +16,11 @@ inline int64_t heads_in_rows(const ForwardProblem& problem, int64_t query_tile) 
     return std::max<int64_t>(heads, 1);
 }
 
-// The tiles of all heads.
+// The tiles of all heads, at most. seqlen_q: of packed sequences the longest one.
 inline int64_t tiles_of_few(const ForwardProblem& problem, int64_t query_tile) {
     const int64_t heads = heads_in_rows(problem, query_tile), queries = query_tile / heads;
-    const int64_t tiles = problem.cu_seqlens_q ? problem.rows_q / queries + problem.batch
-                                               : (problem.seqlen_q + queries - 1) / queries * problem.batch;
+    int64_t tiles = (problem.seqlen_q + queries - 1) / queries * problem.batch;
+    if (problem.cu_seqlens_q) tiles = std::min(tiles, problem.rows_q / queries + problem.batch);
     return tiles * (problem.heads_q / heads);
 }
 

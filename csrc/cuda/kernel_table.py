@@ -202,12 +202,12 @@ def registry(compiled, architectures, toolkit, kernel_h):
 # block on 8.0, 99 on 8.6, 8.9 and 12.0) and, in the forward, for biases.
 ROWS = [
     Row("sm80", "forward", HALVES,
-        Forward(64, 16, 128, warps=4, blocks=2, columns=4, bias=0, few=1, one_wave=1)),
-    Row("sm80", "forward", HALVES, Forward(64, 16, 64, warps=4, blocks=2, columns=4, bias=0, few=1)),
+        Forward(64, 16, 128, warps=4, blocks=3, columns=4, bias=0, few=1, one_wave=1)),
+    Row("sm80", "forward", HALVES, Forward(64, 16, 64, warps=4, blocks=6, columns=4, bias=0, few=1)),
     Row("sm80", "forward", HALVES,
-        Forward(128, 16, 64, warps=4, blocks=2, columns=4, bias=0, few=1, one_wave=1)),
-    Row("sm80", "forward", HALVES, Forward(128, 16, 32, warps=2, blocks=2, columns=2, bias=0, few=1)),
-    Row("sm80", "forward", HALVES, Forward(256, 16, 32, warps=2, blocks=2, columns=2, bias=0, few=1)),
+        Forward(128, 16, 64, warps=4, blocks=3, columns=4, bias=0, few=1, one_wave=1)),
+    Row("sm80", "forward", HALVES, Forward(128, 16, 32, warps=2, blocks=6, columns=2, bias=0, few=1)),
+    Row("sm80", "forward", HALVES, Forward(256, 16, 32, warps=2, blocks=3, columns=2, bias=0, few=1)),
     Row("sm90", "forward", HALVES,
         HopperForward(64, 128, warpgroups=3, stages=4, query_slots=6, registers=160, stages_output=True,
                       diagonal_keys=1280), from_keys=768),

@@ -244,15 +244,17 @@ int splits_for_few(int64_t blocks, int64_t key_tiles, int multiprocessors, int r
 }
 
 int splits_of(const ForwardProblem& problem, const ForwardKernel& kernel, const Device& device) {
-    // Partial results are laid out by dense positions, and the share of each block is a range of all keys: a
-    // window or a list that leaves most of them out would leave most blocks idle.
-    const bool windowed = problem.window_left >= 0 && problem.window_left < problem.seqlen_k;
     // How many there are depends on the batch, so the bits of a row would.
     if (problem.deterministic) return 1;
-    if (problem.cu_seqlens_q || problem.key_blocks.counts || windowed) return 1;
+    // A list may leave out most of a block's share.
+    if (problem.key_blocks.counts) return 1;
     if (kernel.capability) return 1;  // Hopper's own take problems that need none
+    const bool windowed = problem.window_left >= 0 && problem.window_left < problem.seqlen_k;
+    if (!kernel.few && (problem.cu_seqlens_q || windowed)) return 1;
     const int64_t query_tiles = (problem.seqlen_q + kernel.query_tile - 1) / kernel.query_tile;
-    const int64_t key_tiles = (problem.seqlen_k + kernel.key_tile - 1) / kernel.key_tile;
+    const int64_t keys = windowed ? std::min(problem.seqlen_k, most_keys(problem) + problem.seqlen_q - 1)
+                                  : problem.seqlen_k;
+    const int64_t key_tiles = (keys + kernel.key_tile - 1) / kernel.key_tile;
     if (problem.splits)
         return int(std::max<int64_t>(1, std::min<int64_t>({problem.splits, key_tiles, kMostSplits})));
     // One block alone would wait for its keys where two read as fast as they can.

@@ -54,12 +54,14 @@ def test_transformed_scores(dtype, head_dim, features):
 
 
 @pytest.mark.parametrize("features", ["plain", "causal", "window", "packed"])
-@pytest.mark.parametrize("num_heads,num_heads_k", [(2, 2), (6, 2), (34, 2)])
+@pytest.mark.parametrize("num_heads,num_heads_k", [(2, 2), (4, 1), (6, 2), (34, 2)])
 @pytest.mark.parametrize("head_dim", [64, 72, 128, 256])
 def test_few_queries(head_dim, num_heads, num_heads_k, features):
-    """Heads that share keys are rows of one tile."""
+    """Heads that share keys are rows of one tile, and keys are split."""
     few = {"cu_seqlens_q": (0, 3, 3, 12), "cu_seqlens_k": (0, 10, 60, 260), "tail": 3, "causal": True}
-    given = few if features == "packed" else {**FEATURES[features], "seqlen_q": 5}
+    given = few if features == "packed" else {**FEATURES[features], "seqlen_q": 5, "seqlen_k": 700}
+    if features == "window":
+        given["window_size"] = (300, 3)
     case(HALF, head_dim, **{**given, "num_heads": num_heads, "num_heads_k": num_heads_k}).check_forward()
 
 

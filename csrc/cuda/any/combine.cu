@@ -93,8 +93,10 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-void combine_splits(const ForwardProblem& problem, int splits, const float* partial_out, int64_t stride,
+void combine_splits(const ForwardProblem& whole, int splits, const float* partial_out, int64_t stride,
                     const float* partial_lse, const Launch& launch) {
+    ForwardProblem problem = whole;
+    if (problem.cu_seqlens_q) problem.batch = 1, problem.seqlen_q = problem.rows_q;
     const int64_t rows = problem.batch * problem.heads_q * problem.seqlen_q;
     const int warps = splits > 4 ? kWarps : 1, rows_of_block = kWarps / warps;
     dispatch_dtype(problem.dtype, [&]<DType dtype>() {

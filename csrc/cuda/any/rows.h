@@ -25,7 +25,7 @@ void pack_mask(const MaskPacking& packing, const Launch& launch);
 
 // out and lse from what each of `splits` blocks made of its share of the keys.
 // partial_out: float [splits, B, H, Sq, stride], averages over the share; partial_lse: float [splits, B, H,
-// Sq].
+// Sq]; of packed sequences B is 1 and Sq all of their rows.
 void combine_splits(const ForwardProblem& problem, int splits, const float* partial_out, int64_t stride,
                     const float* partial_lse, const Launch& launch);
 

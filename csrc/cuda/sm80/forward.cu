@@ -19,6 +19,11 @@ constexpr int blocks_of(Features features) {
                                                                     : kConfiguration.blocks - 1;
 }
 
+// Of all heads.
+FLASH_HOST_DEVICE int64_t output_rows(const ForwardProblem& problem) {
+    return (problem.cu_seqlens_q ? 1 : problem.batch) * problem.heads_q * problem.rows_q;
+}
+
 template <Features features>
 __global__ void __launch_bounds__(kConfiguration.warps * 32, blocks_of(features))
     attention_forward(const __grid_constant__ ForwardProblem problem,
@@ -35,7 +40,7 @@ __global__ void __launch_bounds__(kConfiguration.warps * 32, blocks_of(features)
     const uint32_t index = splits == 1 ? blockIdx.x : blockIdx.x / uint32_t(splits);
     const RowTile tile = tiling(index, problem, true);
     if (tile.rows.empty()) return;
-    const int64_t rows = problem.batch * problem.heads_q * problem.seqlen_q;
+    const int64_t rows = output_rows(problem);
     const Split split{int(blockIdx.x - index * splits), splits, partial,
                       partial + splits * rows * kConfiguration.head_dim};
     ForwardTile<kDType, kConfiguration, features> work(problem, shared, score_unit, natural, heads);
@@ -72,8 +77,7 @@ const char* why_not(const ForwardProblem& problem, const Device& device) {
 
 int64_t workspace_bytes(const ForwardProblem& problem, int splits) {
     if (splits == 1) return 0;
-    return splits * problem.batch * problem.heads_q * problem.seqlen_q * (kConfiguration.head_dim + 1) *
-           sizeof(float);
+    return splits * output_rows(problem) * (kConfiguration.head_dim + 1) * sizeof(float);
 }
 
 void launch(const ForwardProblem& problem, int splits, const Launch& launch) {
@@ -95,9 +99,8 @@ void launch(const ForwardProblem& problem, int splits, const Launch& launch) {
                   natural, static_cast<float*>(launch.workspace), heads);
     if (splits == 1) return;
     const auto* out = static_cast<const float*>(launch.workspace);
-    const int64_t rows = problem.batch * problem.heads_q * problem.seqlen_q;
     combine_splits(problem, splits, out, kConfiguration.head_dim,
-                   out + splits * rows * kConfiguration.head_dim, launch);
+                   out + splits * output_rows(problem) * kConfiguration.head_dim, launch);
 }
 
 }  // namespace

@@ -211,9 +211,7 @@ class ForwardTile {
             for (int r = 0; r < Scores::rows; ++r)
                 if (lane_index() % 4 == 0) shared_.exchange[warp()][Scores::row(r)] = x[r];
             meet();
-            const auto of = [&](int other, int r) {
-                return shared_.exchange[warp() ^ other][Scores::row(r)];
-            };
+            const auto of = [&](int other, int r) { return shared_.exchange[warp() ^ other][Scores::row(r)]; };
 #pragma unroll
             for (int r = 0; r < Scores::rows; ++r) {
                 x[r] = combine(x[r], of(1, r));
@@ -466,16 +464,18 @@ class ForwardTile {
             lse[rows_.head(row(mine)) * head_stride + query(mine)] = softmax.log_sum_exp(natural_);
     }
 
-    // Averages over this split's keys, in fp32 for the combination (any/combine.cu). Dense problems only.
+    // Averages over this split's keys, in fp32 for the combination (any/combine.cu).
     __device__ __forceinline__ void store_partial() const {
         const auto& plan = shared_.plan;
-        const int64_t heads = (plan.split.index * problem_.batch + plan.tile.batch) * problem_.heads_q;
-        const int64_t first = (heads + rows_.first_head(plan.tile)) * problem_.seqlen_q;
-        store_lse(plan.split.lse + first, problem_.seqlen_q);
+        const int64_t entry = problem_.cu_seqlens_q ? plan.split.index
+                                                    : plan.split.index * problem_.batch + plan.tile.batch;
+        const int64_t first = (entry * problem_.heads_q + rows_.first_head(plan.tile)) * problem_.rows_q +
+                              plan.tile.sequence.first_query_row;
+        store_lse(plan.split.lse + first, problem_.rows_q);
 #pragma unroll
         for (int r = 0; r < Scores::rows; ++r) {
             if (!plan.tile.rows.contains(query(r))) continue;
-            const int64_t place = first + rows_.head(row(r)) * problem_.seqlen_q + query(r);
+            const int64_t place = first + rows_.head(row(r)) * problem_.rows_q + query(r);
             float* out = plan.split.out + place * c.head_dim + warp_value() + lane_index() % 4 * 2;
 #pragma unroll
             for (int n = 0; n < Output::column_tiles; ++n)

@@ -46,7 +46,7 @@ class KeyPipeline {
                                                       const RowTile& tile, const Split& split) {
         if (tile.unowned || problem.key_blocks.counts || problem.cache.pages) return false;
         const Mask mask(problem, tile.sequence);
-        const Interval slice = split.keys(tile.sequence.seqlen_k, kRows);
+        const Interval slice = split.keys(tile, mask, kRows);
         const Position key = intersection(mask.keys_of(tile.rows.begin), slice).begin;
         const Position end = intersection(mask.keys_of(tile.rows.end - 1), slice).end;
         if (key % kRows != 0 || key + kRows > end) return false;

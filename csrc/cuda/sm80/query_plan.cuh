@@ -12,17 +12,20 @@
 
 namespace flash::cuda::sm80 {
 
-// The keys of one call that this block may visit, and where its results go.
+// The keys of one call that this block may visit, and where its results go. Of packed sequences, which few
+// queries alone have split, B is 1 and Sq all of their rows.
 struct Split {
     int index = 0, count = 1;
     float* out = nullptr;  // [count, B, H, Sq, head_dim of the configuration] partial results, count > 1 only
     float* lse = nullptr;  // [count, B, H, Sq]
 
-    __device__ Interval keys(Position seqlen_k, Position key_tile) const {
-        if (count == 1) return {0, seqlen_k};
-        const Position tiles = (seqlen_k + key_tile - 1) / key_tile;
-        const Position share = (tiles + count - 1) / count * key_tile;
-        return intersection({index * share, (index + 1) * share}, {0, seqlen_k});
+    // A share of the tiles that the block's rows see.
+    __device__ Interval keys(const RowTile& tile, const Mask& mask, Position key_tile) const {
+        if (count == 1) return {0, mask.seqlen_k};
+        const Position first = mask.keys_of(tile.rows.begin).begin / key_tile;
+        const Position end = (mask.keys_of(tile.rows.end - 1).end + key_tile - 1) / key_tile;
+        const Position share = (end - first + count - 1) / count, begin = first + index * share;
+        return intersection({begin * key_tile, (begin + share) * key_tile}, {0, mask.seqlen_k});
     }
 };
 
@@ -77,7 +80,7 @@ struct QueryPlan {
                                                   const Split& part, Position key_tile) {
         tile = row_tile;
         mask = Mask(problem, tile.sequence);
-        slice = tile.unowned ? Interval(0, 0) : part.keys(tile.sequence.seqlen_k, key_tile);
+        slice = tile.unowned ? Interval(0, 0) : part.keys(tile, mask, key_tile);
         const Interval first = visible(tile.rows.begin), last = visible(tile.rows.end - 1);
         start.schedule =
             problem.key_blocks.counts
