@@ -211,7 +211,7 @@ class ForwardTile {
             for (int r = 0; r < Scores::rows; ++r)
                 if (lane_index() % 4 == 0) shared_.exchange[warp()][Scores::row(r)] = x[r];
             meet();
-            const auto of = [&](int other, int r) { return shared_.exchange[warp() ^ other][Scores::row(r)]; };
+            const auto of = [&](int by, int r) { return shared_.exchange[warp() ^ by][Scores::row(r)]; };
 #pragma unroll
             for (int r = 0; r < Scores::rows; ++r) {
                 x[r] = combine(x[r], of(1, r));
