@@ -203,7 +203,7 @@ def registry(compiled, architectures, toolkit, kernel_h):
 ROWS = [
     Row("sm80", "forward", HALVES,
         Forward(64, 16, 128, warps=4, blocks=3, columns=4, bias=0, few=1, one_wave=1)),
-    Row("sm80", "forward", HALVES, Forward(64, 16, 64, warps=4, blocks=6, columns=4, bias=0, few=1)),
+    Row("sm80", "forward", HALVES, Forward(64, 16, 64, warps=4, blocks=5, columns=4, bias=0, few=1)),
     Row("sm80", "forward", HALVES,
         Forward(128, 16, 64, warps=4, blocks=3, columns=4, bias=0, few=1, one_wave=1)),
     Row("sm80", "forward", HALVES, Forward(128, 16, 32, warps=2, blocks=6, columns=2, bias=0, few=1)),
