@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import flash_attn
+from acceptance import Expected
 from attention_case import Case
 from gpu import DEVICE, HALVES, check, deterministic_as_asked, needs_gpu  # noqa: F401
 
@@ -80,6 +81,14 @@ def test_keys_nobody_sees_do_not_matter():
     k[:, -1], v[:, -1] = float("inf"), float("nan")
     actual = flash_attn.flash_attn_func(q, k, v, causal=True)
     assert torch.equal(actual[:, :-1], expected[:, :-1]) and actual[:, -1].isnan().all()
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_masks(head_dim):
+    """Other kernels take them: heads that share keys have masks of their own."""
+    case = Case(torch.bfloat16, 2, 5, 300, 4, 2, head_dim, device=DEVICE)
+    inputs, mask = case.draw(), torch.rand(2, 4, 5, 300, device=DEVICE) < 0.7
+    Expected(case.attend(mask), *inputs).check(**vars(case.run(inputs, attn_mask=mask)))
 
 
 def test_which_calls_they_are():

@@ -7,11 +7,10 @@
 
 namespace flash::cuda {
 
-// Heads that share keys are rows of one tile: as many as divide them into equal parts, unless a mask may tell
-// them apart.
+// Heads that share keys are rows of one tile: as many as divide them into equal parts.
 inline int64_t heads_in_rows(const ForwardProblem& problem, int64_t query_tile) {
     const int64_t group = problem.heads_k > 0 ? problem.heads_q / problem.heads_k : 1;
-    int64_t heads = problem.visible.data ? 1 : std::min(group, query_tile);
+    int64_t heads = std::min(group, query_tile);
     while (heads > 1 && group % heads != 0) --heads;
     return std::max<int64_t>(heads, 1);
 }

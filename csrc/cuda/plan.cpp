@@ -133,6 +133,17 @@ const Kernel* first_fit(const Kernel* const* kernels, const Problem& whole, cons
     return first;
 }
 
+// The least of 1 to `most` of whose time the shortest one is that many percent, or more:
+// each one more adds to what is combined.
+template <class Time>
+int fewest_splits(int64_t most, int64_t percent, const Time& time) {
+    int64_t best = time(1);
+    for (int64_t splits = 2; splits <= most; ++splits) best = std::min(best, time(splits));
+    int64_t splits = 1;
+    while (time(splits) * percent > best * 100) ++splits;
+    return int(splits);
+}
+
 // "float16, bfloat16"
 template <class Kernel>
 std::string dtypes_of(const Kernel* const* kernels, std::string_view engine) {
@@ -218,12 +229,7 @@ int splits_for(int64_t blocks, int64_t key_tiles, int multiprocessors, int resid
     const auto time = [&](int64_t splits) {
         return (blocks * splits + places - 1) / places * ((key_tiles + splits - 1) / splits);
     };
-    int64_t best = time(1);
-    for (int64_t splits = 2; splits <= most; ++splits) best = std::min(best, time(splits));
-    // Each one more adds to what is combined.
-    int64_t splits = 1;
-    while (time(splits) * 85 > best * 100) ++splits;
-    return int(splits);
+    return fewest_splits(most, 85, time);
 }
 
 int splits_for_few(int64_t blocks, int64_t key_tiles, int multiprocessors, int resident) {
@@ -236,11 +242,7 @@ int splits_for_few(int64_t blocks, int64_t key_tiles, int multiprocessors, int r
         const int64_t together = (blocks * splits + multiprocessors - 1) / multiprocessors;
         return std::max<int64_t>(4, 3 * together) * ((key_tiles + splits - 1) / splits);
     };
-    int64_t best = time(1);
-    for (int64_t splits = 2; splits <= most; ++splits) best = std::min(best, time(splits));
-    int64_t splits = 1;
-    while (time(splits) * 95 > best * 100) ++splits;
-    return int(splits);
+    return fewest_splits(most, 95, time);
 }
 
 int splits_of(const ForwardProblem& problem, const ForwardKernel& kernel, const Device& device) {
@@ -251,9 +253,8 @@ int splits_of(const ForwardProblem& problem, const ForwardKernel& kernel, const 
     if (kernel.capability) return 1;  // Hopper's own take problems that need none
     const bool windowed = problem.window_left >= 0 && problem.window_left < problem.seqlen_k;
     if (!kernel.few && (problem.cu_seqlens_q || windowed)) return 1;
-    const int64_t query_tiles = (problem.seqlen_q + kernel.query_tile - 1) / kernel.query_tile;
-    const int64_t keys = windowed ? std::min(problem.seqlen_k, most_keys(problem) + problem.seqlen_q - 1)
-                                  : problem.seqlen_k;
+    const int64_t keys =
+        windowed ? std::min(problem.seqlen_k, most_keys(problem) + problem.seqlen_q - 1) : problem.seqlen_k;
     const int64_t key_tiles = (keys + kernel.key_tile - 1) / kernel.key_tile;
     if (problem.splits)
         return int(std::max<int64_t>(1, std::min<int64_t>({problem.splits, key_tiles, kMostSplits})));
@@ -262,6 +263,7 @@ int splits_of(const ForwardProblem& problem, const ForwardKernel& kernel, const 
     if (kernel.few)
         return splits_for_few(tiles_of_few(problem, kernel.query_tile), key_tiles, device.multiprocessors,
                               resident);
+    const int64_t query_tiles = (problem.seqlen_q + kernel.query_tile - 1) / kernel.query_tile;
     return splits_for(query_tiles * problem.heads_q * problem.batch, key_tiles, device.multiprocessors,
                       std::min(resident, kernel.blocks));
 }

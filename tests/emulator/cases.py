@@ -65,6 +65,14 @@ def test_few_queries(head_dim, num_heads, num_heads_k, features):
     case(HALF, head_dim, **{**given, "num_heads": num_heads, "num_heads_k": num_heads_k}).check_forward()
 
 
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_masks_of_few_queries(head_dim):
+    """Other kernels take them: heads that share keys have masks of their own."""
+    given = case(HALF, head_dim, 5, 300, num_heads=4, num_heads_k=2)
+    inputs, mask = given.draw(), torch.rand(1, 4, 5, 300) < 0.7
+    Expected(given.attend(mask), *inputs).check(**vars(given.run(inputs, attn_mask=mask)))
+
+
 @pytest.mark.parametrize("features", [*FEATURES, "grouped"])
 def test_values_with_a_head_dim_of_their_own(features):
     """Hopper has kernels for queries and keys of 192 with values of 128, unless scores are transformed."""

@@ -40,9 +40,8 @@ __global__ void __launch_bounds__(kConfiguration.warps * 32, blocks_of(features)
     const uint32_t index = splits == 1 ? blockIdx.x : blockIdx.x / uint32_t(splits);
     const RowTile tile = tiling(index, problem, true);
     if (tile.rows.empty()) return;
-    const int64_t rows = output_rows(problem);
     const Split split{int(blockIdx.x - index * splits), splits, partial,
-                      partial + splits * rows * kConfiguration.head_dim};
+                      partial + splits * output_rows(problem) * kConfiguration.head_dim};
     ForwardTile<kDType, kConfiguration, features> work(problem, shared, score_unit, natural, heads);
     work.load_first(tile, split);
     if (threadIdx.x == 0) work.start_barriers();
@@ -66,8 +65,9 @@ const char* why_not(const ForwardProblem& problem, const Device& device) {
     if (!kConfiguration.few) return nullptr;
     if (problem.seqlen_q > kConfiguration.query_tile) return "it is for fewer queries";
     if (features_of(problem) != Features::none) return "it is for plain scores";
+    // Nor masks of elements, which come with one.
     if (problem.key_blocks.counts) return "it takes no map of blocks";
-    // How many the longest sequence has, others don't depend on.
+    // seqlen_q is the longest sequence's, which is no matter of the others.
     if (problem.deterministic) return "with deterministic=True no row depends on how many others there are";
     if (kConfiguration.one_wave && tiles_of_few(problem, kConfiguration.query_tile) >
                                        device.multiprocessors * blocks_in(device, kSharedBytes))
