@@ -61,9 +61,9 @@ FLAGS = [
 ]
 CUDA_FLAGS = [
     "-std=c++20",
-    "-O3",
+    # Of the host's code, which only starts kernels, in a hundred copies; the device's is at -O3 always.
     "-Xcompiler",
-    "-fPIC,-fvisibility=hidden",
+    "-fPIC,-fvisibility=hidden,-Os",
     "--expt-relaxed-constexpr",
     "-Xptxas",
     "-v",

@@ -320,13 +320,37 @@ def test_few_queries_have_tiles_of_their_own():
     three blocks for each multiprocessor would not run at once."""
     few = {"seqlen_q": 4, "seqlen_k": 8192, "batch": 8, "heads": 32, "heads_k": 8, "head_dim": 128}
     plan = on_h100(**few)
-    assert plan["configuration"] == "forward_bfloat16_d128_q16_k64" and plan["splits"] == 4
+    assert plan["configuration"] == "forward_bfloat16_d128_q16_k64_few" and plan["splits"] == 4
     many = on_h100(**{**few, "batch": 50})
-    assert many["configuration"] == "forward_bfloat16_d128_q16_k32" and many["splits"] == 1
-    assert on_h100(**{**few, "seqlen_q": 8})["splits"] == 2  # two tiles a key head
+    assert many["configuration"] == "forward_bfloat16_d128_q16_k32_few" and many["splits"] == 1
+    # Two tiles a key head, where Hopper's own, which would hold both, does not pay.
+    short = on_h100(**{**few, "seqlen_q": 8, "seqlen_k": 1024, "batch": 4})
+    assert short["configuration"] == "forward_bfloat16_d128_q16_k64_few" and short["splits"] == 4
     for other in ({"seqlen_q": 17}, {"softcap": 3.0}, {"alibi": True}, {"dropout_p": 0.1},
                   {"deterministic": True}, {"attn_bias": (0, 8192, 1)}, {"block_size": (64, 64)}):
         assert "_q16_" not in on_h100(**{**few, **other})["configuration"], other
+
+
+GROUPED = {"seqlen_k": 8192, "heads": 32, "heads_k": 8, "head_dim": 128, "window_right": 0}
+
+
+@pytest.mark.parametrize("batch,seqlen_q,splits", [
+    (8, 8, 2), (8, 32, 2), (8, 64, 1), (32, 8, 1), (32, 64, 1), (1, 16, 13), (1, 256, 2), (12, 16, 1),
+    (20, 16, 4)])
+def test_rows_of_more_queries(batch, seqlen_q, splits):
+    """Hopper's own tiles of (query, head) rows, and how many parts of the keys were about the fastest."""
+    plan = on_h100(**GROUPED, batch=batch, seqlen_q=seqlen_q)
+    assert plan["configuration"] == "forward_bfloat16_d128_q128_k128_s3_few" and plan["splits"] == splits
+
+
+@pytest.mark.parametrize("given", [
+    {"batch": 8, "seqlen_q": 4}, {"batch": 8, "seqlen_q": 128}, {"batch": 4, "seqlen_q": 64},
+    {"batch": 1, "seqlen_q": 512}, {"batch": 8, "seqlen_q": 32, "seqlen_k": 1024},
+    {"batch": 1, "seqlen_q": 32, "seqlen_k": 1024}, {"batch": 8, "heads_k": 32, "seqlen_q": 64},
+    {"batch": 8, "seqlen_q": 32, "deterministic": True}, {"batch": 8, "seqlen_q": 32, "softcap": 3.0},
+    {"batch": 8, "seqlen_q": 32, "block_size": (128, 128)}], ids=str)
+def test_where_rows_of_more_queries_do_not_pay(given):
+    assert "_q128_k128_s3_few" not in on_h100(**{**GROUPED, **given})["configuration"]
 
 
 def test_enough_queries_do_not():
@@ -338,9 +362,9 @@ def test_enough_queries_do_not():
                          ids=str)
 def test_only_whole_dense_rows_of_keys_are_split(given):
     """But of few queries, whose tiles have some of the keys that they see each."""
-    many = {"seqlen_q": 20, "seqlen_k": 8192, "batch": 1, "heads": 8}
+    many = {"seqlen_q": 20, "seqlen_k": 8192, "batch": 1, "heads": 8, "softcap": 3.0}
     assert on_h100(**many)["splits"] > on_h100(**many, **given)["splits"] == 1
-    few = {**many, "seqlen_q": 1, "window_right": 0}
+    few = {**many, "seqlen_q": 1, "window_right": 0, "softcap": 0.0}
     tiles_of_window = 8
     assert on_h100(**few, **given)["splits"] == (1 if "block_size" in given else on_h100(**few)["splits"]
                                                  if "packed" in given else tiles_of_window)

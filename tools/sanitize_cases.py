@@ -44,6 +44,7 @@ FEATURES = {
     "split": {"batch": 1, "seqlen_q": 17, "seqlen_k": 2100, "num_heads": 1},
     "empty rows": {"causal": True, "seqlen_q": 203, "seqlen_k": 77},
     "few queries": {"batch": 1, "seqlen_q": 5, "seqlen_k": 700, "num_heads": 3, "causal": True},
+    "few queries, more rows": {"batch": 1, "seqlen_q": 40, "seqlen_k": 3000, "num_heads": 3, "causal": True},
 }
 # The slowest tool: one head of one sequence.
 SMALL = ("racecheck",)
@@ -63,7 +64,7 @@ def cases(tool):
         for dtype in (HALVES[turn % 2], *([torch.float32] if turn % 3 == 1 else [])):
             name = f"{feature}, {head_dim}/{head_dim_v}, {str(dtype)[6:]}"
             # With deterministic=True few queries have no kernels of their own.
-            name += ", deterministic" if turn // 2 % 2 and feature != "few queries" else ""
+            name += ", deterministic" if turn // 2 % 2 and not feature.startswith("few queries") else ""
             found[name] = Case(dtype, head_dim=head_dim, head_dim_v=head_dim_v, seed=turn, **shape)
     return found
 

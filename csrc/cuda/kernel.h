@@ -53,7 +53,7 @@ struct ForwardKernel {
     int capability = 0;  // of the only chips that run it; 0: all
     // Why it doesn't take a problem whose type and sizes suit it, or nullptr; nullptr: it takes all.
     const char* (*why_not)(const ForwardProblem& problem, const Device& device) = nullptr;
-    bool few = false;  // for queries that one tile holds: it comes before those of larger tiles
+    int few = 0;  // for few queries, which have so many rows each (few_queries.h); 0: for all
 };
 
 struct BackwardKernel {

@@ -24,7 +24,7 @@ class Forward:
     columns: int = 1  # warps that share a row, each with a part of the keys and of the head dim
     bias: int = 1  # its kernels take one: not those of tiles that leave no registers for it
     retries: int = 0  # values that are not finite are looked for in O, and only then in all masked tiles
-    few: int = 0  # for no more queries than one tile holds, and plain scores; comes first then
+    few: int = 0  # for few queries, whose heads that share keys are rows, all of the tile's; plain scores
     one_wave: int = 0  # of those, for no more tiles of queries than run at once
 
 
@@ -47,6 +47,7 @@ class HopperForward:
     held_queries: int = 0  # so many of their columns are in registers as well
     value_dim: int = 0  # head dim of the values, if it is another
     from_queries: int = 0  # it is for so many, or more
+    few: int = 0  # the same: rows that hold whole queries, a warpgroup's 64
 
     @property
     def query_tile(self):
@@ -145,7 +146,8 @@ class Row:
     def name(self, dtype):
         c = self.configuration
         stages = f"_s{c.stages}" if hasattr(c, "stages") else ""
-        scores = next((f"_{name}" for name in ("biased", "transformed") if getattr(c, name, False)), "")
+        special = ("biased", "transformed", "few")
+        scores = next((f"_{name}" for name in special if getattr(c, name, False)), "")
         values = f"_v{c.value_dim}" if getattr(c, "value_dim", 0) else ""
         return f"{self.kernel}_{dtype}_d{c.head_dim}{values}_q{c.query_tile}_k{c.key_tile}{stages}{scores}"
 
@@ -201,13 +203,19 @@ def registry(compiled, architectures, toolkit, kernel_h):
 # scores of 96, which 128's take. Later rows of a head dim are for chips with less shared memory (163 KiB a
 # block on 8.0, 99 on 8.6, 8.9 and 12.0) and, in the forward, for biases.
 ROWS = [
+    Row("sm90", "forward", HALVES,
+        HopperForward(64, 128, warpgroups=2, stages=6, query_slots=2, turns=False, few=64)),
+    Row("sm90", "forward", HALVES,
+        HopperForward(128, 128, warpgroups=2, stages=3, query_slots=2, turns=False, few=64)),
+    Row("sm90", "forward", HALVES,
+        HopperForward(256, 64, warpgroups=2, stages=2, query_slots=2, turns=False, few=64)),
     Row("sm80", "forward", HALVES,
-        Forward(64, 16, 128, warps=4, blocks=3, columns=4, bias=0, few=1, one_wave=1)),
-    Row("sm80", "forward", HALVES, Forward(64, 16, 64, warps=4, blocks=5, columns=4, bias=0, few=1)),
+        Forward(64, 16, 128, warps=4, blocks=3, columns=4, bias=0, few=16, one_wave=1)),
+    Row("sm80", "forward", HALVES, Forward(64, 16, 64, warps=4, blocks=5, columns=4, bias=0, few=16)),
     Row("sm80", "forward", HALVES,
-        Forward(128, 16, 64, warps=4, blocks=3, columns=4, bias=0, few=1, one_wave=1)),
-    Row("sm80", "forward", HALVES, Forward(128, 16, 32, warps=2, blocks=6, columns=2, bias=0, few=1)),
-    Row("sm80", "forward", HALVES, Forward(256, 16, 32, warps=2, blocks=3, columns=2, bias=0, few=1)),
+        Forward(128, 16, 64, warps=4, blocks=3, columns=4, bias=0, few=16, one_wave=1)),
+    Row("sm80", "forward", HALVES, Forward(128, 16, 32, warps=2, blocks=6, columns=2, bias=0, few=16)),
+    Row("sm80", "forward", HALVES, Forward(256, 16, 32, warps=2, blocks=3, columns=2, bias=0, few=16)),
     Row("sm90", "forward", HALVES,
         HopperForward(64, 128, warpgroups=3, stages=4, query_slots=6, registers=160, stages_output=True,
                       diagonal_keys=1280), from_keys=768),

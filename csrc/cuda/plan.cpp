@@ -4,6 +4,7 @@
 #include <string_view>
 
 #include "few_queries.h"
+#include "split_times.h"
 
 namespace flash::cuda {
 namespace {
@@ -40,17 +41,11 @@ bool all_blocks_fit(const Kernel& kernel, const Device& device) {
 }
 
 bool is_for_few(const ForwardKernel& kernel) {
-    return kernel.few;
+    return kernel.few > 0;
 }
 
 bool is_for_few(const BackwardKernel&) {
     return false;
-}
-
-// The most keys that a query sees, where no map of blocks says otherwise.
-int64_t most_keys(const ForwardProblem& problem) {
-    if (problem.window_left < 0 || problem.window_right < 0) return problem.seqlen_k;
-    return std::min(problem.seqlen_k, problem.window_left + problem.window_right + 1);
 }
 
 const ForwardProblem& forward_of(const ForwardProblem& problem) {
@@ -131,17 +126,6 @@ const Kernel* first_fit(const Kernel* const* kernels, const Problem& whole, cons
         if (!first) first = &kernel;
     }
     return first;
-}
-
-// The least of 1 to `most` of whose time the shortest one is that many percent, or more:
-// each one more adds to what is combined.
-template <class Time>
-int fewest_splits(int64_t most, int64_t percent, const Time& time) {
-    int64_t best = time(1);
-    for (int64_t splits = 2; splits <= most; ++splits) best = std::min(best, time(splits));
-    int64_t splits = 1;
-    while (time(splits) * percent > best * 100) ++splits;
-    return int(splits);
 }
 
 // "float16, bfloat16"
@@ -250,19 +234,19 @@ int splits_of(const ForwardProblem& problem, const ForwardKernel& kernel, const 
     if (problem.deterministic) return 1;
     // A list may leave out most of a block's share.
     if (problem.key_blocks.counts) return 1;
-    if (kernel.capability) return 1;  // Hopper's own take problems that need none
-    const bool windowed = problem.window_left >= 0 && problem.window_left < problem.seqlen_k;
-    if (!kernel.few && (problem.cu_seqlens_q || windowed)) return 1;
-    const int64_t keys =
-        windowed ? std::min(problem.seqlen_k, most_keys(problem) + problem.seqlen_q - 1) : problem.seqlen_k;
-    const int64_t key_tiles = (keys + kernel.key_tile - 1) / kernel.key_tile;
+    if (kernel.capability && !kernel.few) return 1;  // Hopper's own take problems that need none
+    if (!kernel.few && (problem.cu_seqlens_q || is_windowed(problem))) return 1;
+    const int64_t key_tiles = (keys_of_few(problem) + kernel.key_tile - 1) / kernel.key_tile;
     if (problem.splits)
         return int(std::max<int64_t>(1, std::min<int64_t>({problem.splits, key_tiles, kMostSplits})));
     // One block alone would wait for its keys where two read as fast as they can.
     const int resident = int(blocks_in(device, kernel.shared_bytes));
+    if (kernel.few && kernel.capability)
+        return times_of_few(problem, kernel.few, kernel.query_tile, kernel.key_tile, kernel.head_dim, device)
+            .splits();
     if (kernel.few)
-        return splits_for_few(tiles_of_few(problem, kernel.query_tile), key_tiles, device.multiprocessors,
-                              resident);
+        return splits_for_few(tiles_of_few(problem, kernel.few, kernel.query_tile / kernel.few), key_tiles,
+                              device.multiprocessors, resident);
     const int64_t query_tiles = (problem.seqlen_q + kernel.query_tile - 1) / kernel.query_tile;
     return splits_for(query_tiles * problem.heads_q * problem.batch, key_tiles, device.multiprocessors,
                       std::min(resident, kernel.blocks));

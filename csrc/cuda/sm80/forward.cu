@@ -19,11 +19,6 @@ constexpr int blocks_of(Features features) {
                                                                     : kConfiguration.blocks - 1;
 }
 
-// Of all heads.
-FLASH_HOST_DEVICE int64_t output_rows(const ForwardProblem& problem) {
-    return (problem.cu_seqlens_q ? 1 : problem.batch) * problem.heads_q * problem.rows_q;
-}
-
 template <Features features>
 __global__ void __launch_bounds__(kConfiguration.warps * 32, blocks_of(features))
     attention_forward(const __grid_constant__ ForwardProblem problem,
@@ -31,7 +26,7 @@ __global__ void __launch_bounds__(kConfiguration.warps * 32, blocks_of(features)
                       const __grid_constant__ float score_unit, const __grid_constant__ double natural,
                       float* __restrict__ partial, const __grid_constant__ int heads) {
     extern __shared__ __align__(128) char memory[];
-    if constexpr (kConfiguration.few) {
+    if constexpr (kConfiguration.few > 0) {
         await_grid_before();
         // What combines the splits waits for this grid's end. Blocks of others would only take its places.
         if (splits > 1) let_next_grid_start();
@@ -40,8 +35,8 @@ __global__ void __launch_bounds__(kConfiguration.warps * 32, blocks_of(features)
     const uint32_t index = splits == 1 ? blockIdx.x : blockIdx.x / uint32_t(splits);
     const RowTile tile = tiling(index, problem, true);
     if (tile.rows.empty()) return;
-    const Split split{int(blockIdx.x - index * splits), splits, partial,
-                      partial + splits * output_rows(problem) * kConfiguration.head_dim};
+    const Split split = Split::of(problem, int(blockIdx.x - index * splits), splits, partial,
+                                  kConfiguration.head_dim);
     ForwardTile<kDType, kConfiguration, features> work(problem, shared, score_unit, natural, heads);
     work.load_first(tile, split);
     if (threadIdx.x == 0) work.start_barriers();
@@ -65,19 +60,15 @@ const char* why_not(const ForwardProblem& problem, const Device& device) {
     if (!kConfiguration.few) return nullptr;
     if (problem.seqlen_q > kConfiguration.query_tile) return "it is for fewer queries";
     if (features_of(problem) != Features::none) return "it is for plain scores";
-    // Nor masks of elements, which come with one.
-    if (problem.key_blocks.counts) return "it takes no map of blocks";
-    // seqlen_q is the longest sequence's, which is no matter of the others.
-    if (problem.deterministic) return "with deterministic=True no row depends on how many others there are";
-    if (kConfiguration.one_wave && tiles_of_few(problem, kConfiguration.query_tile) >
+    if (const char* reason = not_for_few(problem)) return reason;
+    if (kConfiguration.one_wave && tiles_of_few(problem, kConfiguration.query_tile, 1) >
                                        device.multiprocessors * blocks_in(device, kSharedBytes))
         return "its blocks are too large to run all at once";
     return nullptr;
 }
 
 int64_t workspace_bytes(const ForwardProblem& problem, int splits) {
-    if (splits == 1) return 0;
-    return splits * output_rows(problem) * (kConfiguration.head_dim + 1) * sizeof(float);
+    return Split::workspace_bytes(problem, splits, kConfiguration.head_dim);
 }
 
 void launch(const ForwardProblem& problem, int splits, const Launch& launch) {
@@ -89,7 +80,7 @@ void launch(const ForwardProblem& problem, int splits, const Launch& launch) {
     // One unit of a kernel's scores in natural units: the scale is rounded after log2(e) went into it.
     const double natural =
         features == Features::none ? problem.softmax_scale / double(score_unit) : 1 / GpuMath::unit;
-    const int heads = kConfiguration.few ? int(heads_in_rows(problem, kConfiguration.query_tile)) : 1;
+    const int heads = kConfiguration.few ? int(heads_in_rows(problem, kConfiguration.few)) : 1;
     ForwardProblem tiled = problem;
     tiled.heads_q /= heads;
     const RowTiling tiling =
@@ -98,9 +89,9 @@ void launch(const ForwardProblem& problem, int splits, const Launch& launch) {
                   kConfiguration.few ? launch.overlapping() : launch, problem, tiling, splits, score_unit,
                   natural, static_cast<float*>(launch.workspace), heads);
     if (splits == 1) return;
-    const auto* out = static_cast<const float*>(launch.workspace);
-    combine_splits(problem, splits, out, kConfiguration.head_dim,
-                   out + splits * output_rows(problem) * kConfiguration.head_dim, launch);
+    const Split parts =
+        Split::of(problem, 0, splits, static_cast<float*>(launch.workspace), kConfiguration.head_dim);
+    combine_splits(problem, splits, parts.out, kConfiguration.head_dim, parts.lse, launch);
 }
 
 }  // namespace
@@ -122,7 +113,7 @@ extern constinit const ForwardKernel FLASH_KERNEL_SYMBOL{
     sm80::launch,
     0,
     sm80::why_not,
-    sm80::kConfiguration.few != 0,
+    sm80::kConfiguration.few,
 };
 
 }  // namespace flash::cuda

@@ -21,8 +21,8 @@
 #include "../tile/gpu_math.h"
 #include "../tile/warp_product.h"
 #include "../any/finite.cuh"
+#include "../any/query_rows.cuh"
 #include "key_stages.cuh"
-#include "query_rows.cuh"
 #include "score_gradient.cuh"
 
 namespace flash::cuda::sm80 {
@@ -467,10 +467,7 @@ class ForwardTile {
     // Averages over this split's keys, in fp32 for the combination (any/combine.cu).
     __device__ __forceinline__ void store_partial() const {
         const auto& plan = shared_.plan;
-        const int64_t entry = problem_.cu_seqlens_q ? plan.split.index
-                                                    : plan.split.index * problem_.batch + plan.tile.batch;
-        const int64_t first = (entry * problem_.heads_q + rows_.first_head(plan.tile)) * problem_.rows_q +
-                              plan.tile.sequence.first_query_row;
+        const int64_t first = plan.split.first_row(problem_, plan.tile, rows_.first_head(plan.tile));
         store_lse(plan.split.lse + first, problem_.rows_q);
 #pragma unroll
         for (int r = 0; r < Scores::rows; ++r) {

@@ -7,27 +7,11 @@
 #include "../tile/gpu_math.h"
 #include "../any/loader.cuh"
 #include "../any/row_tile.cuh"
+#include "../any/split.cuh"
 #include "../any/tile_walk.cuh"
 #include "score_addend.cuh"
 
 namespace flash::cuda::sm80 {
-
-// The keys of one call that this block may visit, and where its results go. Of packed sequences, which few
-// queries alone have split, B is 1 and Sq all of their rows.
-struct Split {
-    int index = 0, count = 1;
-    float* out = nullptr;  // [count, B, H, Sq, head_dim of the configuration] partial results, count > 1 only
-    float* lse = nullptr;  // [count, B, H, Sq]
-
-    // A share of the tiles that the block's rows see.
-    __device__ Interval keys(const RowTile& tile, const Mask& mask, Position key_tile) const {
-        if (count == 1) return {0, mask.seqlen_k};
-        const Position first = mask.keys_of(tile.rows.begin).begin / key_tile;
-        const Position end = (mask.keys_of(tile.rows.end - 1).end + key_tile - 1) / key_tile;
-        const Position share = (end - first + count - 1) / count, begin = first + index * share;
-        return intersection({begin * key_tile, (begin + share) * key_tile}, {0, mask.seqlen_k});
-    }
-};
 
 template <DType dtype, int kWarps>
 struct QueryPlan {

@@ -1,6 +1,8 @@
 // One row of the kernel table and one element type.
 #include <algorithm>
 
+#include "../any/rows.h"
+#include "../few_queries.h"
 #include "../ptx/grid_dependency.h"
 #include "forward.cuh"
 #include "problem.h"
@@ -25,7 +27,7 @@ __global__ void __launch_bounds__(kConfiguration.threads(), 1)
     attention_forward(const __grid_constant__ ForwardProblem problem,
                       const __grid_constant__ ForwardMaps maps, const __grid_constant__ OutputMap out,
                       const __grid_constant__ TileQueue queue, const __grid_constant__ float score_unit,
-                      const __grid_constant__ PreciseFactor natural) {
+                      const __grid_constant__ PreciseFactor natural, const __grid_constant__ FewQueries few) {
     extern __shared__ __align__(1024) char memory[];
     Shared& shared = *reinterpret_cast<Shared*>(memory);
     if (threadIdx.x < 3) tma_prefetch_map(threadIdx.x == 0 ? &maps.q : threadIdx.x == 1 ? &maps.k : &maps.v);
@@ -41,13 +43,40 @@ __global__ void __launch_bounds__(kConfiguration.threads(), 1)
         ForwardProducer<kDType, kConfiguration> producer(problem, maps, shared);
         if (warp == 0) producer.copy_keys();
         if (warp == 1) producer.copy_values();
-        if (warp == 2) ForwardPlanner<kConfiguration>(problem, maps, queue, shared).run();
+        if (warp == 2) ForwardPlanner<kConfiguration>(problem, maps, queue, shared, few).run();
         if constexpr (kConfiguration.biased)
             if (warp == 3) producer.copy_bias();
     } else {
         grow_registers<kConfiguration.registers>();
-        ForwardConsumer<kDType, kConfiguration>(problem, shared, score_unit, natural, out).run();
+        ForwardConsumer<kDType, kConfiguration>(problem, shared, score_unit, natural, out, few).run();
     }
+}
+
+// Of a head of all batch entries, at most.
+int64_t tiles_of(const ForwardProblem& problem, int64_t queries) {
+    return problem.cu_seqlens_q ? problem.rows_q / queries + problem.batch
+                                : (problem.seqlen_q + queries - 1) / queries * problem.batch;
+}
+
+// Why others than the one for few queries are faster, or nullptr.
+const char* why_no_gain(const ForwardProblem& problem, const Device& device) {
+    if (std::max(problem.head_dim, problem.head_dim_v) * 2 <= kConfiguration.head_dim)
+        return "it is for larger head dims";
+    if (rows_of_few(problem) <= 16) return "smaller tiles are enough";
+    if (rows_of_few(problem) > 2048) return "it is for fewer queries";
+    const TurnTimes times = times_of_few(problem, kConfiguration.few, kConfiguration.queries(),
+                                         kConfiguration.key_tile, kConfiguration.head_dim, device);
+    if (times.blocks > INT32_MAX / kMostSplits) return "there are too many queries for its counter";
+    // Others have a tile of 128 queries for each head, all of its keys, and start sooner. Of caches, and
+    // where that leaves most of the GPU idle, they are the portable ones, which are slower; hardly so without
+    // heads that share keys.
+    const int64_t blocks = tiles_of(problem, 128) * problem.heads_q,
+                  waves = (blocks + device.multiprocessors - 1) / device.multiprocessors;
+    const bool portable = problem.cache.entries || (blocks * 2 < device.multiprocessors &&
+                                                    problem.heads_q > problem.heads_k);
+    const int64_t others = waves * times.key_tiles * 2 * times.readers * (portable ? 140 : 107) / 100,
+                  start = 3 * 2 * times.readers;
+    return times(times.splits()) + start > others ? "others are faster, so many keys there are" : nullptr;
 }
 
 const char* why_not(const ForwardProblem& problem, const Device& device) {
@@ -60,17 +89,23 @@ const char* why_not(const ForwardProblem& problem, const Device& device) {
     // A warpgroup's queries lie in one block, a block of keys is whole tiles.
     if (lists.counts && (lists.column_block % kConfiguration.key_tile != 0 || lists.row_block % 64 != 0))
         return "the map's blocks are no multiples of its tiles";
-    if (problem.cache.pages || problem.cache.seqlens || problem.cache.entry)
+    const KeyCache& cache = problem.cache;
+    if (cache.pages ? !kConfiguration.few : !kConfiguration.few && (cache.seqlens || cache.entry))
         return "it reads no cache of keys";
+    if (cache.pages && cache.page_size % kConfiguration.key_tile != 0)
+        return "the cache's pages are no whole tiles";
     if (const char* reason = cannot_copy({queries_of(problem, problem.q, problem.head_dim),
                                           keys_of(problem, problem.k, problem.head_dim),
                                           keys_of(problem, problem.v, problem.head_dim_v)}))
         return reason;
     if (!fits_store_rows(problem.out, problem.head_dim_v))
         return "the output's rows, or what lies between them, are no multiples of 8 bytes";
-    const int64_t tiles = problem.cu_seqlens_q ? problem.rows_q / kConfiguration.queries() + problem.batch
-                                               : (problem.seqlen_q + kConfiguration.queries() - 1) /
-                                                     kConfiguration.queries() * problem.batch;
+    if constexpr (kConfiguration.few > 0) {
+        if (const char* reason = not_for_few(problem)) return reason;
+        if (const char* reason = why_no_gain(problem, device)) return reason;
+        return switched_off();
+    }
+    const int64_t tiles = tiles_of(problem, kConfiguration.queries());
     if (tiles * problem.heads_q > INT32_MAX) return "there are too many queries for its counter";
     // The bits of a row are not to depend on how many others there are, or how long those are.
     if (problem.deterministic) return switched_off();
@@ -86,32 +121,56 @@ const char* why_not(const ForwardProblem& problem, const Device& device) {
     return switched_off();
 }
 
-RowTiling tiling_of(const ForwardProblem& problem, const Device& device) {
-    return RowTiling::across_blocks(problem, kConfiguration.queries(), device.l2_bytes / 6,
-                                    device.multiprocessors);
+RowTiling tiling_of(const ForwardProblem& problem, int heads, const Device& device) {
+    ForwardProblem tiled = problem;
+    tiled.heads_q /= heads;
+    const Position queries = kConfiguration.few ? kConfiguration.warpgroups * (kConfiguration.few / heads)
+                                                : kConfiguration.queries();
+    return RowTiling::across_blocks(tiled, queries, device.l2_bytes / 6, device.multiprocessors);
 }
 
-int64_t workspace_bytes(const ForwardProblem& problem, int) {
-    return TileQueue::needs_counter(problem) ? TileQueue::workspace_bytes : 0;
+// In front of partial results.
+int64_t counter_bytes(const ForwardProblem& problem) {
+    return kConfiguration.few || TileQueue::needs_counter(problem) ? TileQueue::workspace_bytes : 0;
 }
 
-void launch(const ForwardProblem& problem, int, const Launch& launch) {
+int64_t workspace_bytes(const ForwardProblem& problem, int splits) {
+    return counter_bytes(problem) + Split::workspace_bytes(problem, splits, kConfiguration.values());
+}
+
+CUtensorMap query_map(const ForwardProblem& problem, int heads) {
+    const Rows rows = queries_of(problem, problem.q, problem.head_dim);
+    return kConfiguration.few ? map_of_heads(rows, kDType, heads, kConfiguration.few / heads)
+                              : tensor_map(rows, kDType, 64);
+}
+
+void launch(const ForwardProblem& problem, int splits, const Launch& launch) {
     const float unit = score_unit(problem, kConfiguration.transformed);
     const PreciseFactor natural(kConfiguration.transformed ? 1 / GpuMath::unit
                                                            : problem.softmax_scale / unit);
-    const RowTiling tiling = tiling_of(problem, launch.device);
-    const TileQueue queue(tiling, tiling.count(), tiles_ahead(problem, kConfiguration),
-                          counter_at(launch.workspace, launch));
+    FewQueries few;
+    if (kConfiguration.few) {
+        few.heads = int(heads_in_rows(problem, kConfiguration.few));
+        few.splits = splits;
+        few.partial = reinterpret_cast<float*>(static_cast<char*>(launch.workspace) + counter_bytes(problem));
+    }
+    const RowTiling tiling = tiling_of(problem, few.heads, launch.device);
+    const int64_t count = tiling.count() * few.splits;
+    const TileQueue queue(tiling, count, kConfiguration.few || tiles_ahead(problem, kConfiguration),
+                          counter_bytes(problem) ? counter_at(launch.workspace, launch) : nullptr);
     const ForwardMaps maps{
-        tensor_map(queries_of(problem, problem.q, problem.head_dim), kDType, 64),
+        query_map(problem, few.heads),
         tensor_map(keys_of(problem, problem.k, problem.head_dim), kDType, kConfiguration.key_tile),
         tensor_map(keys_of(problem, problem.v, problem.head_dim_v), kDType, kConfiguration.key_tile),
         kConfiguration.biased ? bias_map(problem, kDType, 64) : CUtensorMap{}};
     const Rows rows = queries_of(problem, problem.out, problem.head_dim_v);
     const OutputMap out = kConfiguration.stages_output ? output_map(rows, kDType) : OutputMap{};
     launch_kernel(FLASH_KERNEL_NAME, attention_forward,
-                  std::min<int64_t>(tiling.count(), launch.device.multiprocessors), kConfiguration.threads(),
-                  sizeof(Shared), launch.overlapping(), problem, maps, out, queue, unit, natural);
+                  std::min<int64_t>(count, launch.device.multiprocessors), kConfiguration.threads(),
+                  sizeof(Shared), launch.overlapping(), problem, maps, out, queue, unit, natural, few);
+    if (few.splits == 1) return;
+    const Split parts = Split::of(problem, 0, splits, few.partial, kConfiguration.values());
+    combine_splits(problem, splits, parts.out, kConfiguration.values(), parts.lse, launch);
 }
 
 }  // namespace
@@ -133,6 +192,7 @@ extern constinit const ForwardKernel FLASH_KERNEL_SYMBOL{
     sm90::launch,
     90,
     sm90::why_not,
+    sm90::kConfiguration.few,
 };
 
 }  // namespace flash::cuda

@@ -9,7 +9,7 @@
 // The scores of a tile of keys and the output of the tile before are computed at the same time, also where
 // those belong to different tiles of queries, and warpgroups take turns at starting them, so that one takes
 // exponentials while another one's products run. Tiles of keys that none of its 64 queries sees a warpgroup
-// leaves out.
+// leaves out. Few queries are rows with all heads that share keys; parts of those are tiles apart (Split).
 //
 // A row's exponentials are taken relative to the maximum of its first tile of keys: bfloat16 and float have
 // room for scores 2^100 times as large, float16 for 2^15. The sums and the output say whether that was
@@ -41,11 +41,13 @@ class ForwardConsumer {
   public:
     // score_unit: from a dot product to a score in log 2. natural: one of those in natural units.
     __device__ ForwardConsumer(const ForwardProblem& problem, ForwardShared<c>& shared,
-                               const float& score_unit, const PreciseFactor& natural, const OutputMap& out)
+                               const float& score_unit, const PreciseFactor& natural, const OutputMap& out,
+                               const FewQueries& few)
         : problem_(problem),
           shared_(shared),
           score_unit_(score_unit),
-          out_(problem, natural, out, shared.output),
+          rows_{few.heads},
+          out_(problem, natural, out, shared.output, few),
           warpgroup_(__shfl_sync(0xffffffff, int(threadIdx.x) / 128, 0)) {}
 
     __device__ __forceinline__ void run() {
@@ -54,14 +56,16 @@ class ForwardConsumer {
         for (uint32_t n = 0;;) {
             const ForwardPlan& plan = await_queries(n);
             if (everywhere(plan.work == Work::end)) break;
-            if (multiplies(plan)) {
+            if (!c.few && multiplies(plan)) {
                 attend(n, tile);
                 continue;
             }
-            if (everywhere(plan.work == Work::tile)) {
+            if (c.few && everywhere(plan.work == Work::tile)) {
+                attend_one_by_one(n, tile);
+            } else if (everywhere(plan.work == Work::tile)) {
                 bool over = !everywhere(plan.has_keys);
                 tile = leave_rest(tile, tile - 1, over);
-                out_.store_zeros(plan.tile);
+                out_.store_zeros(plan);
             }
             leave_queries(n);
             leave_plan(n++);
@@ -304,6 +308,54 @@ class ForwardConsumer {
         leave_plan(n++);
     }
 
+    // The same of few queries, which wait for the memory, in less code, that has to come from there, too.
+    __device__ __forceinline__ void attend_one_by_one(uint32_t n, uint32_t& tile) {
+        ForwardPlan& plan = shared_.plans[n % kPlans];
+        softmax_ = Softmax();
+        unsettled_ = kUnsettled;
+        out_.begin(true);  // perhaps no product comes
+        hold_queries(n);
+        Probabilities p;
+        uint32_t before = 0;
+        bool pending = false;  // the values of `before` are being multiplied
+        const auto leave_before = [&] {
+            wgmma_wait<0>();
+            out_.keep();
+            if (pending) leave_values(before);
+            pending = false;
+        };
+        for (bool over = !everywhere(plan.has_keys); !over; ++tile) {
+            await_keys(tile);
+            const uint32_t flags = flags_of(tile);
+            over = flags & KeyNote::end;
+            if (flags & KeyNote::hidden) {
+                leave_before();
+                leave_unused(tile);
+                continue;
+            }
+            Scores s;
+            float rescale[Scores::rows];
+            wgmma_fence();
+            start_qk(s, n, tile);
+            leave_before();
+            keep(registers_of(s));
+            leave_keys(tile);
+            exponentiate(s, rescale, plan, n, tile, flags);
+            await_values(tile);
+            if (rare(flags & KeyNote::careful)) {
+                out_.rescale(rescale);
+                if (flags & KeyNote::masked) exclude_bad_values(plan, tile);
+            }
+            p = Probabilities(s);
+            wgmma_fence();
+            start_pv(p, tile);
+            before = tile;
+            pending = true;
+        }
+        leave_before();
+        out_.finish(plan, softmax_);
+    }
+
     // The output of the queries before the n-th, while the first scores of the n-th are multiplied.
     __device__ __forceinline__ void finish_before(uint32_t n, const Softmax& softmax, bool& pending) {
         out_.finish(shared_.plans[(n - 1) % kPlans], softmax);
@@ -322,8 +374,8 @@ class ForwardConsumer {
         if constexpr (c.biased) add_bias(s, flags & KeyNote::careful);
         bool wants_alibi = c.transformed;
         if (rare((flags | unsettled_) & unusual)) {
-            if (flags & KeyNote::last) leave_queries(n);
-            if (flags & KeyNote::masked) mask_scores<c>(s, plan, note, flags, warp_row());
+            if (!c.few && flags & KeyNote::last) leave_queries(n);
+            if (flags & KeyNote::masked) mask_scores<c>(s, plan, note, flags, warp_row(), rows_);
             wants_alibi = c.transformed && !plan.template alibi_first<c>(warpgroup_);
             if (c.transformed && !wants_alibi) transformed(plan, note).add_alibi(s);
             if (flags & KeyNote::careful) return exponentiate_carefully(s, rescale, plan, note);
@@ -428,7 +480,7 @@ class ForwardConsumer {
         barrier_of<c.consumers()>(kConsumers);
 #pragma unroll
         for (int r = 0; r < Scores::rows; ++r)
-            if (sees_bad_key<dtype, c>(problem_, plan, note, warpgroup_, warp_row() + Scores::row(r),
+            if (sees_bad_key<dtype, c>(problem_, plan, note, warpgroup_, warp_row() + Scores::row(r), rows_,
                                        shared_.bad_keys))
                 out_.forget(r);
     }
@@ -436,6 +488,7 @@ class ForwardConsumer {
     const ForwardProblem& problem_;
     ForwardShared<c>& shared_;
     const float& score_unit_;
+    const QueryRows<(c.few != 0)> rows_;
     const int warpgroup_;  // the same in all lanes, as the compiler sees, too
     Softmax softmax_;
     uint32_t unsettled_;  // kUnsettled or 0

@@ -12,7 +12,7 @@ namespace flash::cuda::sm90 {
 // Scores that the warp's rows, which begin at `row` of the plan's tile, don't see are minus infinity.
 template <ForwardConfiguration c, class Scores>
 __device__ __forceinline__ void mask_scores(Scores& s, const ForwardPlan& plan, const KeyNote& note,
-                                            uint32_t flags, int row) {
+                                            uint32_t flags, int row, const QueryRows<c.few != 0>& rows) {
     uint32_t bits[Scores::rows];
     for (uint32_t& of_row : bits) of_row = ~0u;
     if constexpr (Scores::columns <= 32 && c.key_tile % 32 == 0)
@@ -21,7 +21,7 @@ __device__ __forceinline__ void mask_scores(Scores& s, const ForwardPlan& plan, 
     const RowSight sight(plan, note, flags);
 #pragma unroll
     for (int r = 0; r < Scores::rows; ++r) {
-        const Interval keys = sight[row + Scores::row(r)];
+        const Interval keys = sight[rows.template query_of_parts<64>(row + Scores::row(r))];
         uint32_t shown = 0;
 #pragma unroll
         for (int column = 0; column < Scores::columns; ++column) {
@@ -39,9 +39,11 @@ __device__ __forceinline__ void mask_scores(Scores& s, const ForwardPlan& plan, 
 template <DType dtype, ForwardConfiguration c>
 __device__ __forceinline__ bool sees_bad_key(const ForwardProblem& problem, const ForwardPlan& plan,
                                              const KeyNote& note, int warpgroup, int row,
+                                             const QueryRows<c.few != 0>& rows,
                                              const uint32_t (&bad_keys)[(c.key_tile + 31) / 32]) {
-    const Interval keys = RowSight(plan, note, KeyNote::flags_of(note.flags, warpgroup))[row];
-    const Position query = plan.tile.first + row;
+    const int of_tile = rows.template query_of_parts<64>(row);
+    const Interval keys = RowSight(plan, note, KeyNote::flags_of(note.flags, warpgroup))[of_tile];
+    const Position query = plan.tile.first + of_tile;
     const Bits<dtype>* bias = nullptr;
     if constexpr (c.biased)
         bias = row_of<const Bits<dtype>>(problem.bias, plan.tile.batch, plan.tile.head,

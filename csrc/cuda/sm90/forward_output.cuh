@@ -40,8 +40,8 @@ class ForwardOutput {
 
     // natural: a score in natural units.
     __device__ ForwardOutput(const ForwardProblem& problem, const PreciseFactor& natural,
-                             const OutputMap& map, OutputStage<c>& stage)
-        : problem_(problem), natural_(natural), map_(map), stage_(stage) {}
+                             const OutputMap& map, OutputStage<c>& stage, const FewQueries& few)
+        : problem_(problem), natural_(natural), map_(map), stage_(stage), rows_{few.heads} {}
 
     // The next product is the first one. Where care is taken rows may be NaN before it.
     __device__ __forceinline__ void begin(bool careful) {
@@ -71,7 +71,7 @@ class ForwardOutput {
 
     // Without branches, so that nothing waits for anything else. Rows that are not right are asked for again.
     __device__ __forceinline__ void finish(ForwardPlan& plan, ForwardSoftmax softmax) {
-        const RowTile tile = plan.tile;  // read before there is anything else to do, since it takes its time
+        const RowTile tile = part_of(plan.tile);  // read first, since it takes its time
         const bool careful = plan.careful;
         float factor[Output::rows];
 #pragma unroll
@@ -80,6 +80,8 @@ class ForwardOutput {
             factor[r] = softmax.rows[r].normalizer();
         }
         rescale(factor);
+        const bool partial = c.few && everywhere(plan.split.count > 1);
+        if (partial) store_partial(plan.split, tile, softmax);
         const Operand packed(out_);
         bool finite[Output::rows];
         look_for_what_is_not_finite(packed, finite);
@@ -87,12 +89,12 @@ class ForwardOutput {
         bool follows[Output::rows];
 #pragma unroll
         for (int r = 0; r < Output::rows; ++r) {
-            const OnlineSoftmax<GpuMath>& row = softmax.rows[r];
-            const bool huge = !(fabsf(row.reference()) < kHuge);
-            const bool small = c.transformed && row.settled() && row.row_sum < kSmall;
-            const bool right = finite[r] & (row.row_sum < kTooLarge) & !huge & !small;
-            const bool mine = !careful & !right & tile.rows.contains(query(tile, r));
-            follows[r] = mine & (huge | small | !(row.row_sum < kLarge));
+            const OnlineSoftmax<GpuMath>& sums = softmax.rows[r];
+            const bool huge = !(fabsf(sums.reference()) < kHuge);
+            const bool small = c.transformed && sums.settled() && sums.row_sum < kSmall;
+            const bool right = finite[r] & (sums.row_sum < kTooLarge) & !huge & !small;
+            const bool mine = !careful & !right & rows_.rows(tile).contains(row(tile, r));
+            follows[r] = mine & (huge | small | !(sums.row_sum < kLarge));
             wrong |= mine;
         }
         if (__builtin_expect(everywhere(wrong), false)) {
@@ -101,18 +103,22 @@ class ForwardOutput {
                 if (follows[r]) plan.follow(warp_row() + Output::row(r));
             if (lane_index() == 0) plan.redo = true;
         }
+        if (partial) return;
         store_lse(tile, softmax);
         if (c.stages_output && leaves_in_a_box(tile))
             store_box(tile, packed, careful);
         else
-            store_rows<dtype>(rows_of(tile), packed, tile.first + warp_row(), tile.rows);
+            store_rows<dtype>(rows_of(tile), packed, first_row(tile), rows_.rows(tile));
     }
 
-    // No query of the tile sees a key.
-    __device__ __forceinline__ void store_zeros(const RowTile& tile) {
+    // No query of the plan sees a key.
+    __device__ __forceinline__ void store_zeros(const ForwardPlan& plan) {
+        const RowTile tile = part_of(plan.tile);
         out_.clear();
+        if (c.few && everywhere(plan.split.count > 1))
+            return store_partial(plan.split, tile, ForwardSoftmax());
         store_lse(tile, ForwardSoftmax());
-        store_rows<dtype>(rows_of(tile), out_, tile.first + warp_row(), tile.rows);
+        store_rows<dtype>(rows_of(tile), out_, first_row(tile), rows_.rows(tile));
     }
 
     // Until shared memory is no longer needed.
@@ -132,12 +138,22 @@ class ForwardOutput {
     // row's first tile has.
     static constexpr float kSmall = dtype == DType::float16 ? 0x1p-4f : 0x1p-60f;
 
-    __device__ __forceinline__ static Position query(const RowTile& tile, int r) {
-        return tile.first + warp_row() + Output::row(r);
+    // Of a tile of few queries: the warpgroup's.
+    __device__ __forceinline__ RowTile part_of(const RowTile& tile) const {
+        if constexpr (c.few > 0)
+            return rows_.template part<64>(tile, warp_row() / 64);
+        else
+            return tile;
     }
-    __device__ __forceinline__ HeadRows<Bits<dtype>> rows_of(const RowTile& tile) const {
-        return {problem_.out, tile.unowned ? 0 : tile.batch, tile.sequence.first_query_row, tile.head,
-                problem_.head_dim_v};
+    // The warp's first one, as rows_ counts them.
+    __device__ __forceinline__ Position first_row(const RowTile& tile) const {
+        return rows_.first_row(tile) + (c.few ? warp_row() % 64 : warp_row());
+    }
+    __device__ __forceinline__ Position row(const RowTile& tile, int r) const {
+        return first_row(tile) + Output::row(r);
+    }
+    __device__ __forceinline__ auto rows_of(const RowTile& tile) const {
+        return rows_.template of<Bits<dtype>>(problem_.out, tile, problem_.head_dim_v);
     }
 
     // Rounded as it is, two elements at once: 0 times what is not finite is NaN.
@@ -157,11 +173,46 @@ class ForwardOutput {
     }
 
     __device__ __forceinline__ void store_lse(const RowTile& tile, const ForwardSoftmax& softmax) const {
-        float* lse = statistics_of<float>(problem_.lse, tile.batch, tile.sequence.first_query_row, tile.head);
+        store_lse(statistics_of<float>(problem_.lse, tile.batch, tile.sequence.first_query_row,
+                                       rows_.first_head(tile)),
+                  problem_.lse.head_stride, tile, softmax);
+    }
+    // lse: of the sequence's first query and the first head.
+    __device__ __forceinline__ void store_lse(float* lse, int64_t head_stride, const RowTile& tile,
+                                              const ForwardSoftmax& softmax) const {
         const int mine = lane_index() % 4;
         const float log_sum_exp = (mine == 0 ? softmax.rows[0] : softmax.rows[1]).log_sum_exp(natural_);
-        store_global(lse + query(tile, mine), log_sum_exp,
-                     mine < Output::rows && tile.rows.contains(query(tile, mine)));
+        const Position at = row(tile, mine);
+        store_global(lse + rows_.head(at) * head_stride + rows_.query(at), log_sum_exp,
+                     mine < Output::rows && rows_.rows(tile).contains(at));
+    }
+
+    // Averages over the split's keys, in fp32 for the combination (any/combine.cu).
+    __device__ __forceinline__ void store_partial(const Split& split, const RowTile& tile,
+                                                  const ForwardSoftmax& softmax) const {
+        const int64_t first = split.first_row(problem_, tile, rows_.first_head(tile));
+        store_lse(split.lse + first, problem_.rows_q, tile, softmax);
+        const bool odd = lane_index() % 2;
+#pragma unroll
+        for (int r = 0; r < Output::rows; ++r) {
+            const Position at = row(tile, r);
+            const bool exists = rows_.rows(tile).contains(at);
+            if (!everywhere(exists)) continue;  // in none of the warp's
+            const int64_t place = first + rows_.head(at) * problem_.rows_q + rows_.query(at);
+            float* out = split.out + place * c.values() + lane_index() % 4 / 2 * 4 + odd * 8;
+            // Neighbouring lanes exchange columns, so that each has four.
+#pragma unroll
+            for (int n = 0; n < Output::column_tiles; n += 2) {
+                const float2 low = {out_.at(r, 2 * n), out_.at(r, 2 * n + 1)};
+                const float2 high = {out_.at(r, 2 * n + 2), out_.at(r, 2 * n + 3)};
+                const float2 mine = odd ? high : low, given = odd ? low : high;
+                const float2 taken = {__shfl_xor_sync(0xffffffff, given.x, 1),
+                                      __shfl_xor_sync(0xffffffff, given.y, 1)};
+                const float4 four = odd ? make_float4(taken.x, taken.y, mine.x, mine.y)
+                                        : make_float4(mine.x, mine.y, taken.x, taken.y);
+                if (exists) *reinterpret_cast<float4*>(out + n * 8) = four;
+            }
+        }
     }
 
     // Whether a copy of the warp's 16 rows writes what exists and nothing else: it leaves out what lies
@@ -197,6 +248,7 @@ class ForwardOutput {
     const PreciseFactor& natural_;
     const OutputMap& map_;
     OutputStage<c>& stage_;
+    const QueryRows<(c.few != 0)> rows_;
     bool fresh_ = false;
     Output out_;
 };

@@ -3,7 +3,8 @@
 #pragma once
 
 #include "../../attention/score.h"
-#include "../any/row_tile.cuh"
+#include "../any/query_rows.cuh"
+#include "../any/split.cuh"
 #include "../any/visible_bits.cuh"
 #include "../ptx/mbarrier.h"
 #include "../tile/gpu_math.h"
@@ -27,6 +28,7 @@ struct ForwardConfiguration {
     int held_queries = 0;  // so many of their columns are in registers as well
     int value_dim = 0;     // head dim of the values, if it is another
     int from_queries = 0;  // it is for so many, or more
+    int few = 0;           // rows of a warpgroup that hold whole queries, all heads that share keys
 
     constexpr int values() const { return value_dim ? value_dim : head_dim; }
     constexpr int columns() const { return in_whole_panels(head_dim); }
@@ -67,6 +69,22 @@ struct alignas(16) KeyNote {
 
 enum class Work { tile, nothing, end };
 
+// How few queries fill a tile, and in how many parts its keys are visited, which are tiles of their own.
+struct FewQueries {
+    int heads = 1;  // that are rows
+    int splits = 1;
+    float* partial = nullptr;
+
+    // The split of a number of TileQueue's, which becomes one of the tiling's.
+    __device__ __forceinline__ Split take_split(uint32_t& index, const ForwardProblem& problem,
+                                                int64_t stride) const {
+        const uint32_t tile = index / uint32_t(splits);
+        const int split = int(index - tile * splits);
+        index = tile;
+        return Split::of(problem, split, splits, partial, stride);
+    }
+};
+
 // A tile of queries. While the output of one is finished, the next one's keys are multiplied, and when the
 // last of those have been asked for, the one after that is planned.
 constexpr int kPlans = 3;
@@ -82,6 +100,8 @@ struct ForwardPlan {
     uint32_t following[KeyStart::kLists * 2];
     uint32_t multiply;  // a bit for each warpgroup that has something to multiply
     RowTile tile;
+    Split split;  // of few queries
+    Interval share;  // the split's keys
     Mask mask;
     // The keys that the mask leaves the tile's first row, also where there are none; those of row i lie i
     // further.
@@ -95,10 +115,12 @@ struct ForwardPlan {
     } sights[KeyStart::kLists];
 
     // Of the tile. By a warp: a lane looks at a warpgroup's queries. A map's lists are read.
-    __device__ void make(const ForwardProblem& problem, const ForwardConfiguration& c) {
+    __device__ void make(const ForwardProblem& problem, const ForwardConfiguration& c, int heads = 1) {
         const int i = lane_index();
+        const Position queries = c.few ? c.few / heads : 64;  // of a warpgroup
         if (i == 0) {
             mask = Mask(problem, tile.sequence);
+            share = c.few ? split.keys(tile, mask, c.key_tile) : Interval(0, kFar);
             const Position center = tile.first + mask.diagonal();
             reach = {mask.left < 0 ? -kFar : center - mask.left,
                      mask.right < 0 ? kFar : center + mask.right + 1};
@@ -112,7 +134,8 @@ struct ForwardPlan {
         bool visits = false;
         if (i < KeyStart::kLists) {
             const BlockLists& map = problem.key_blocks;
-            const Interval rows = intersection({tile.first + i * 64, tile.first + (i + 1) * 64}, tile.rows);
+            const Position first = tile.first + i * queries;
+            const Interval rows = intersection({first, first + queries}, tile.rows);
             Sight sight{{0, 0}, {0, INT32_MAX}};
             if (!rows.empty()) {
                 const Interval of_first = visible(rows.begin), of_last = visible(rows.end - 1);
@@ -132,14 +155,22 @@ struct ForwardPlan {
         }
         const uint32_t visitors = __ballot_sync(0xffffffff, visits);
         if (i == 0) {
-            start.visited = {visible(tile.rows.begin).begin / c.key_tile * c.key_tile,
-                             visible(tile.rows.end - 1).end};
+            start.visited = visited(tile, mask, share, c.key_tile);
             start.mapped = problem.key_blocks.counts;
             start.row_halves = tile.first / kMaskQuarter;
             has_keys = start.mapped ? visitors != 0 : !start.visited.empty();
             multiply = has_keys && careful ? ~0u : visitors;
         }
         __syncwarp();
+    }
+
+    // By all queries of a tile, but for a map: begins with a tile of keys.
+    __device__ static Interval visited(const RowTile& tile, const Mask& mask, const Interval& share,
+                                       int key_tile) {
+        if (tile.unowned) return {0, 0};
+        const Interval first = intersection(mask.keys_of(tile.rows.begin), share);
+        return {first.begin / key_tile * key_tile,
+                intersection(mask.keys_of(tile.rows.end - 1), share).end};
     }
 
     // Whether the 64 queries from `first` on, which see `some` but for bits, see any of a block of an element
@@ -167,7 +198,7 @@ struct ForwardPlan {
     __device__ __forceinline__ void follow(int row) { atomicOr(&following[row / 32], 1u << row % 32); }
 
     __device__ __forceinline__ Interval visible(Position query) const {
-        return tile.unowned ? Interval(0, 0) : mask.keys_of(query);
+        return tile.unowned ? Interval(0, 0) : intersection(mask.keys_of(query), share);
     }
 };
 
@@ -227,16 +258,16 @@ class NoteWriter {
     const uint32_t flags_;  // that all notes have, and partial blocks'
 };
 
-// What a row of a plan's tile sees of a tile of keys, but for bits. flags: the warpgroup's. What it needs of
-// shared memory is read at once: each read waits for as long as products run.
+// What a query of a plan's tile sees of a tile of keys, but for bits. flags: the warpgroup's. What it needs
+// of shared memory is read at once: each read waits for as long as products run.
 class RowSight {
   public:
     __device__ __forceinline__ RowSight(const ForwardPlan& plan, const KeyNote& note, uint32_t flags)
         : reach_(plan.reach), seen_(note.seen), first_(note.first) {
         if (flags & KeyNote::absent) seen_.end = 0;
     }
-    __device__ __forceinline__ Interval operator[](int row) const {
-        return intersection({reach_.begin + row, reach_.end + row}, seen_);
+    __device__ __forceinline__ Interval operator[](int query) const {
+        return intersection({reach_.begin + query, reach_.end + query}, seen_);
     }
     __device__ __forceinline__ Position first() const { return first_; }  // of the keys
 

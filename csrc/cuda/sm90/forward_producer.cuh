@@ -20,30 +20,35 @@ template <ForwardConfiguration c>
 class ForwardPlanner {
   public:
     __device__ ForwardPlanner(const ForwardProblem& problem, const ForwardMaps& maps, const TileQueue& queue,
-                              ForwardShared<c>& shared)
+                              ForwardShared<c>& shared, const FewQueries& few)
         : problem_(problem),
           maps_(maps),
           tiling_(queue.tiling),
           ahead_(queue.ahead),
           queue_(queue),
-          shared_(shared) {}
+          shared_(shared),
+          few_(few) {}
 
     // A whole warp. The first plan is made while the grid before ends, up to where it reads device memory.
     __device__ void run() {
-        const bool reads_memory = c.transformed || problem_.cu_seqlens_q || problem_.cu_seqlens_k;
+        const bool reads_memory = c.transformed || problem_.cu_seqlens_q || problem_.cu_seqlens_k || c.few;
         if (reads_memory) begin();
         // A plan's tile may have to be done again; so all plans have to be seen done at the end.
-        for (uint32_t n = 0, nothing = 0; nothing <= kPlans; ++n) {
+        bool ended = false;
+        for (uint32_t n = 0, nothing = 0; !ended; ++n) {
             ForwardPlan& plan = shared_.plans[n % kPlans];
             mbarrier_wait(in_ring(shared_.done, n), parity(shared_.done, n) ^ 1);
             const uint32_t behind = n - 1 - ahead_;
             if (n > ahead_) mbarrier_wait(in_ring(shared_.walked, behind), parity(shared_.walked, behind));
-            if (lane_index() == 0) decide(plan, nothing == kPlans);
+            if (lane_index() == 0) decide(plan, nothing == kPlans - 1);
             __syncwarp();
             nothing = plan.work == Work::tile ? 0 : nothing + 1;
+            ended = plan.work == Work::end;
+            if (c.few && n == 0)  // their places are empty
+                for (int i = 0; i < c.warpgroups; ++i) load(plan, i, i);
             if (nothing == 0) {
                 if (problem_.key_blocks.counts) await_grid_before();
-                plan.make(problem_, c);
+                plan.make(problem_, c, few_.heads);
             }
             mbarrier_arrive_warp(in_ring(shared_.planned, n));
             if (n == 0 && !reads_memory) begin();
@@ -65,6 +70,7 @@ class ForwardPlanner {
         plan.work = Work::tile;
         if (plan.careful) return;
         for (uint32_t index; more_ && (more_ = queue_.take(index));) {
+            if constexpr (c.few > 0) plan.split = few_.take_split(index, problem_, c.values());
             plan.tile = tiling_(index, problem_, true);
             if (!plan.tile.rows.empty()) return;
         }
@@ -74,16 +80,25 @@ class ForwardPlanner {
 
     // The warpgroup's queries, or the word that there are none.
     __device__ void copy(const ForwardPlan& plan, uint32_t n, int warpgroup) {
-        const uint32_t queries = n * c.warpgroups + warpgroup, full = in_ring(shared_.q_full, queries);
+        const uint32_t queries = n * c.warpgroups + warpgroup;
         mbarrier_wait(in_ring(shared_.q_empty, queries), parity(shared_.q_empty, queries) ^ 1);
         __syncwarp();  // else a lane could miss the phase
-        if (lane_index() > 0) return;
-        if (plan.work == Work::tile)
-            load_rows<64, 64, c.head_dim>(
-                shared_.q[queries % c.query_slots], maps_.q, full,
-                int(plan.tile.sequence.first_query_row) + plan.tile.first + warpgroup * 64,
-                int(plan.tile.head), tensor_batch(problem_.cu_seqlens_q, plan.tile));
-        mbarrier_arrive(full);
+        if (!(c.few && n == 0)) load(plan, queries, warpgroup);
+        if (lane_index() == 0) mbarrier_arrive(in_ring(shared_.q_full, queries));
+    }
+
+    // One lane.
+    __device__ void load(const ForwardPlan& plan, uint32_t queries, int warpgroup) const {
+        if (lane_index() > 0 || plan.work != Work::tile) return;
+        const char* const to = shared_.q[queries % c.query_slots];
+        const uint32_t full = in_ring(shared_.q_full, queries);
+        const int row = int(plan.tile.sequence.first_query_row) + plan.tile.first,
+                  batch = tensor_batch(problem_.cu_seqlens_q, plan.tile), head = int(plan.tile.head);
+        if constexpr (c.few > 0)
+            load_queries_of_heads<64, c.head_dim>(to, maps_.q, full, few_.heads,
+                                                  row + warpgroup * (64 / few_.heads), head, batch);
+        else
+            load_rows<64, 64, c.head_dim>(to, maps_.q, full, row + warpgroup * 64, head, batch);
     }
 
     const ForwardProblem& problem_;
@@ -93,6 +108,7 @@ class ForwardPlanner {
     TileQueue::Reader queue_;
     bool more_ = true;  // in the queue
     ForwardShared<c>& shared_;
+    const FewQueries& few_;
 };
 
 template <DType dtype, ForwardConfiguration c>
@@ -159,11 +175,13 @@ class ForwardProducer {
     // one. All that is read in shared memory is read before a stage is waited for.
     template <bool kKeys>
     __device__ __forceinline__ void copy_plan(const ForwardPlan& plan, uint32_t& tile) {
-        const KeyRows rows(plan.tile, problem_);
+        KeyRows rows(plan.tile, problem_);
         await_grid_before();
+        const CachedKeys cached(plan.tile, problem_);
         for (NoteWriter<c> notes(plan, problem_); notes.more(); ++tile) {
             if constexpr (kKeys) {
                 const KeyNote note = notes.next_note();
+                if constexpr (c.few > 0) cached.find(rows, note.first);
                 mbarrier_wait(in_ring(shared_.k_empty, tile), parity(shared_.k_empty, tile) ^ 1);
                 __syncwarp();  // else a lane could miss the phase
                 if (lane_index() == 0) {
@@ -174,6 +192,7 @@ class ForwardProducer {
                 }
             } else {
                 const Position first = notes.next();
+                if constexpr (c.few > 0) cached.find(rows, first);
                 mbarrier_wait(in_ring(shared_.v_empty, tile), parity(shared_.v_empty, tile) ^ 1);
                 __syncwarp();
                 if (lane_index() == 0) {

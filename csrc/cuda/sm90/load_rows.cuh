@@ -22,6 +22,20 @@ __device__ __forceinline__ void load_rows(const char* to, const CUtensorMap& map
                  batch);
 }
 
+// As many queries as kRows have room for, of so many heads that are next to each other in a row, and in the
+// tile. head: of groups of them.
+template <int kRows, int kHeadDim>
+__device__ __forceinline__ void load_queries_of_heads(const char* to, const CUtensorMap& map,
+                                                      uint32_t barrier, int heads, int query, int head,
+                                                      int batch) {
+    constexpr int columns = in_whole_panels(kHeadDim);
+    mbarrier_expect(barrier, kRows / heads * heads * columns * 2);
+#pragma unroll
+    for (int panel = 0; panel < columns / kPanel; ++panel)
+        tma_load(shared_address(to) + panel * kRows * 128, &map, barrier, panel * kPanel, head * heads, query,
+                 batch);
+}
+
 // Which entry of a tensor's map a tile lies in: packed sequences are one.
 __device__ __forceinline__ int tensor_batch(const int32_t* cu_seqlens, const RowTile& tile) {
     return cu_seqlens ? 0 : int(tile.batch);
@@ -36,6 +50,29 @@ struct KeyRows {
         : first(int(tile.sequence.first_key_row)),
           head(int(tile.key_head)),
           batch(tensor_batch(problem.cu_seqlens_k, tile)) {}
+};
+
+// Where a tile of keys lies if they are a cache's: in an entry, or in a page, which is whole tiles.
+class CachedKeys {
+  public:
+    __device__ __forceinline__ CachedKeys(const RowTile& tile, const ForwardProblem& problem)
+        : cache_(problem.cache), tile_(tile) {}
+
+    // The tile's first row, counted from rows.first.
+    __device__ __forceinline__ void find(KeyRows& rows, Position first) const {
+        if (cache_.pages) {
+            const int page_size = int(cache_.page_size), page = first / page_size;
+            const int entry = cache_.pages[tile_.batch * cache_.pages_stride + page];
+            rows.batch = entry < 0 ? 0 : min(entry, int(cache_.entries) - 1);
+            rows.first = -page * page_size;
+        } else if (cache_.entry) {
+            rows.batch = int(tile_.sequence.key_entry);
+        }
+    }
+
+  private:
+    const KeyCache& cache_;
+    const RowTile& tile_;
 };
 
 // A tile of kRows keys, or values. By one thread, which has yet to arrive.

@@ -17,8 +17,9 @@ inline Rows queries_of(const ForwardProblem& problem, const TensorView& view, in
     return {view, packed ? 1 : problem.batch, problem.rows_q, problem.heads_q, head_dim};
 }
 inline Rows keys_of(const ForwardProblem& problem, const TensorView& view, int64_t head_dim) {
-    const bool packed = problem.cu_seqlens_k;
-    return {view, packed ? 1 : problem.batch, problem.rows_k, problem.heads_k, head_dim};
+    const int64_t entries = problem.cache.entries ? problem.cache.entries : problem.batch;
+    const int64_t rows = problem.cache.pages ? problem.cache.page_size : problem.rows_k;
+    return {view, problem.cu_seqlens_k ? 1 : entries, rows, problem.heads_k, head_dim};
 }
 
 // To compare Hopper's kernels with the portable ones: FLASH_ATTN_SM90=0. Asked last: it takes as long as the

@@ -17,10 +17,9 @@ inline bool fits_store_rows(const TensorView& view, int64_t head_dim) {
 
 // Rows of `tile` at first + Fragment::row(r), those in `rows` only, columns below to.head_dim. Neighbouring
 // lanes exchange columns first, so that a quad writes 32 bytes of a row at once, a whole sector.
-template <DType dtype, int kColumns>
-__device__ __forceinline__ void store_rows(const HeadRows<Bits<dtype>>& to,
-                                           const RegisterOperand<dtype, 16, kColumns>& tile, Position first,
-                                           Interval rows) {
+template <DType dtype, int kColumns, class Rows>
+__device__ __forceinline__ void store_rows(const Rows& to, const RegisterOperand<dtype, 16, kColumns>& tile,
+                                           Position first, Interval rows) {
     using Tile = Fragment<16, kColumns>;
     const int lane = lane_index() % 4;
     const bool odd = lane % 2;
@@ -37,7 +36,9 @@ __device__ __forceinline__ void store_rows(const HeadRows<Bits<dtype>>& to,
     Bits<dtype>* columns = to.row(first + Tile::row(0)) + mine;
     const int exist = to.head_dim - mine;
 #pragma unroll
-    for (int r = 0; r < Tile::rows; ++r, columns += 8 * to.row_stride) {
+    for (int r = 0; r < Tile::rows; ++r) {
+        if (r > 0)
+            columns = Rows::strided ? columns + 8 * to.row_stride : to.row(first + Tile::row(r)) + mine;
         const int of_row = rows.contains(first + Tile::row(r)) ? exist : 0;
         columns = opaque(columns);
 #pragma unroll
@@ -46,9 +47,8 @@ __device__ __forceinline__ void store_rows(const HeadRows<Bits<dtype>>& to,
     }
 }
 
-template <DType dtype, int kColumns>
-__device__ __forceinline__ void store_rows(const HeadRows<Bits<dtype>>& to,
-                                           const Fragment<16, kColumns>& tile, Position first,
+template <DType dtype, int kColumns, class Rows>
+__device__ __forceinline__ void store_rows(const Rows& to, const Fragment<16, kColumns>& tile, Position first,
                                            Interval rows) {
     store_rows<dtype>(to, RegisterOperand<dtype, 16, kColumns>(tile), first, rows);
 }

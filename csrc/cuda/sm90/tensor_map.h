@@ -40,7 +40,7 @@ struct MapShape {
     CUtensorMapDataType type;
     int64_t element_bytes;
     int64_t extents[4], strides[3];
-    int box[2];  // of the two innermost axes
+    int box[3];  // of the three innermost axes
     CUtensorMapSwizzle swizzle;
 };
 
@@ -65,7 +65,8 @@ inline CUtensorMap encoded(void* data, const MapShape& shape) {
     for (int i = 0; i < 4; ++i) extents[i] = cuuint64_t(shape.extents[i]);
     for (int i = 0; i < 3; ++i)  // where there is nothing to stride over, anything that is allowed
         strides[i] = shape.extents[i + 1] == 1 ? 16 : cuuint64_t(shape.strides[i] * shape.element_bytes);
-    const cuuint32_t box[] = {cuuint32_t(shape.box[0]), cuuint32_t(shape.box[1]), 1, 1},
+    const cuuint32_t box[] = {cuuint32_t(shape.box[0]), cuuint32_t(shape.box[1]),
+                                cuuint32_t(shape.box[2]), 1},
                      steps[] = {1, 1, 1, 1};
     CUtensorMap map;
     const CUresult result =
@@ -77,14 +78,27 @@ inline CUtensorMap encoded(void* data, const MapShape& shape) {
     return map;
 }
 
+inline CUtensorMapDataType data_type(DType dtype) {
+    return dtype == DType::bfloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+}
+
 // Boxes are kPanel elements of box_rows rows of one head, swizzled as TileLayout's panels.
 inline CUtensorMap tensor_map(const Rows& rows, DType dtype, int box_rows) {
-    return encoded(rows.view.data, {dtype == DType::bfloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
-                                                             : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+    return encoded(rows.view.data, {data_type(dtype),
                                     element_bytes(dtype),
                                     {rows.head_dim, rows.rows, rows.heads, rows.batch},
                                     {rows.view.row_stride, rows.view.head_stride, rows.view.batch_stride},
-                                    {kPanel, box_rows},
+                                    {kPanel, box_rows, 1},
+                                    CU_TENSOR_MAP_SWIZZLE_128B});
+}
+
+// Boxes have so many heads of each row, next to each other.
+inline CUtensorMap map_of_heads(const Rows& rows, DType dtype, int box_heads, int box_rows) {
+    return encoded(rows.view.data, {data_type(dtype),
+                                    element_bytes(dtype),
+                                    {rows.head_dim, rows.heads, rows.rows, rows.batch},
+                                    {rows.view.head_stride, rows.view.row_stride, rows.view.batch_stride},
+                                    {kPanel, box_heads, box_rows},
                                     CU_TENSOR_MAP_SWIZZLE_128B});
 }
 
@@ -108,7 +122,7 @@ inline CUtensorMap tensor_map(const RowStatistics& statistics, const ForwardProb
                                      sizeof(float),
                                      {rows, 1, problem.heads_q, problem.cu_seqlens_q ? 1 : problem.batch},
                                      {0, statistics.head_stride, statistics.batch_stride},
-                                     {box_rows, 1},
+                                     {box_rows, 1, 1},
                                      CU_TENSOR_MAP_SWIZZLE_NONE});
 }
 

@@ -2,11 +2,12 @@
 // of heads that share keys, a query's next to each other, so that keys are read once for all of them.
 #pragma once
 
-#include "../any/loader.cuh"
-#include "../any/row_tile.cuh"
+#include "loader.cuh"
+#include "row_tile.cuh"
 
-namespace flash::cuda::sm80 {
+namespace flash::cuda {
 
+// What few queries have a part of the rows of a tile for: whole queries, all heads of each.
 template <bool kFew>
 struct QueryRows {
     const int& heads;  // of a query that are rows; 1 but for few queries
@@ -36,6 +37,21 @@ struct QueryRows {
         else
             return first;
     }
+
+    // The part of a tile of few queries that the i'th one of so many rows has.
+    template <int kRows>
+    __device__ __forceinline__ RowTile part(const RowTile& tile, int i) const {
+        const Position queries = kRows / heads;
+        RowTile part = tile;
+        part.first += i * queries;
+        part.rows = intersection(tile.rows, {part.first, part.first + queries});
+        return part;
+    }
+    // Counted from the tile's first query: that of a row of a tile that has such parts.
+    template <int kRows>
+    __device__ __forceinline__ Position query_of_parts(int row) const {
+        return kFew ? row / kRows * (kRows / heads) + query(row % kRows) : row;
+    }
 };
 
-}  // namespace flash::cuda::sm80
+}  // namespace flash::cuda
