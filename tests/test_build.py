@@ -143,5 +143,5 @@ def test_loops_with_products(between, local, special):
 ])
 def test_products_of_a_step(kernel, head_dim, function, products):
     row = next(row for row in check_loops["ROWS"] if (row.engine, row.kernel) == ("sm90", kernel)
-               and row.configuration.head_dim == head_dim)
+               and row.configuration.head_dim == head_dim and not getattr(row.configuration, "few", 0))
     assert check_loops["expected"](row, f"attention_{function}") == products

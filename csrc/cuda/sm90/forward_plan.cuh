@@ -337,7 +337,8 @@ struct ForwardShared {
         for (int i = 0; i < kPlans; ++i) {
             mbarrier_init(shared_address(&planned[i]), kWarpArrivals);
             mbarrier_init(shared_address(&walked[i]), 1);
-            mbarrier_init(shared_address(&done[i]), (c.warpgroups * 4 + bias.producers) * kWarpArrivals);
+            // One more that copies values: where there are none it may be behind those that multiply.
+            mbarrier_init(shared_address(&done[i]), (c.warpgroups * 4 + 1 + bias.producers) * kWarpArrivals);
             plans[i].redo = false;
         }
         for (int i = 0; i < c.stages; ++i) {

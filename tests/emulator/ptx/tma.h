@@ -10,9 +10,9 @@ template <class Use>
 void each_of_box(const emulator::TensorMap& map, uint32_t shared, int x, int row, int head, int batch,
                  const Use& use) {
     const int element_bytes = int(map.strides[0]);
-    for (int i = 0; i < map.box[1]; ++i)
+    for (int i = 0; i < map.box[2] * map.box[1]; ++i)
         for (int j = 0; j < map.box[0]; ++j) {
-            const int64_t at[] = {x + j, row + i, head, batch};
+            const int64_t at[] = {x + j, row + i % map.box[1], head + i / map.box[1], batch};
             char* element = const_cast<char*>(map.data);
             bool inside = true;
             for (int k = 0; k < 4; ++k) {
@@ -28,7 +28,7 @@ void each_of_box(const emulator::TensorMap& map, uint32_t shared, int x, int row
 // The box's place in shared memory, and its bytes.
 inline char* place_of_box(const emulator::TensorMap& map, uint32_t shared, int x, int& bytes) {
     if (x * map.strides[0] % 16) emulator::fail("a copy that does not begin at 16 bytes");
-    bytes = map.box[0] * map.box[1] * int(map.strides[0]);
+    bytes = map.box[0] * map.box[1] * map.box[2] * int(map.strides[0]);
     return emulator::at_shared<char>(shared, bytes, map.swizzled ? 1024 : 128);
 }
 
