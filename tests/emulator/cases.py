@@ -13,6 +13,7 @@ from attention_case import Case, check_empty_rows
 from bias_gradient import bias_gradient, check_bias_gradient
 from emulated_case import HALF, SINGLE, case
 from gpu import check_neighbours_of_infinite_queries, deterministic_as_asked  # noqa: F401
+from test_kvcache import Cache
 
 pytestmark = pytest.mark.usefixtures("deterministic_as_asked")
 FEATURES = {
@@ -63,6 +64,14 @@ def test_few_queries(head_dim, num_heads, num_heads_k, features):
     if features == "window":
         given["window_size"] = (300, 3)
     case(HALF, head_dim, **{**given, "num_heads": num_heads, "num_heads_k": num_heads_k}).check_forward()
+
+
+@pytest.mark.parametrize("layout", [{}, {"empty": True}, {"padded": True, "indexed": True}], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_caches_of_few_queries(head_dim, layout):
+    """72 rows a key head, which on Hopper are one tile, and three parts of the keys."""
+    sizes = {"batch": 2, "seqlen_q": 12, "capacity": 768, "heads": 12, "heads_k": 2, "head_dim": head_dim}
+    Cache("cpu", HALF, new=0, **sizes, **layout).check(causal=True, num_splits=3)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
