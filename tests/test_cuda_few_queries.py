@@ -26,23 +26,17 @@ def draw(seqlen_q, seqlen_k, heads, heads_k, head_dim, dtype=torch.bfloat16, bat
     return [torch.randn(shape, dtype=dtype, device=DEVICE) for shape in shapes]
 
 
-@pytest.mark.parametrize("features", [{}, {"causal": True}, {"window_size": (300, 3)}], ids=str)
-@pytest.mark.parametrize("seqlen_q", [1, 2, 7, 16])
-@pytest.mark.parametrize("num_heads,num_heads_k", GROUPS)
-@pytest.mark.parametrize("head_dim", [64, 72, 128, 192, 256])
-def test_dense(head_dim, num_heads, num_heads_k, seqlen_q, features):
-    for dtype, seqlen_k in zip(HALVES, (700, 129)):
-        sizes = (2, seqlen_q, seqlen_k, num_heads, num_heads_k, head_dim)
-        Case(dtype, *sizes, device=DEVICE, **features).check_forward()
+SHORT, LONG = (700, 129), (3000, 2400)
 
 
 @pytest.mark.parametrize("features", [{}, {"causal": True}, {"window_size": (300, 3)}], ids=str)
-@pytest.mark.parametrize("seqlen_q", [17, 50, 130])
+@pytest.mark.parametrize("seqlen_q,seqlens_k", [(1, SHORT), (2, SHORT), (7, SHORT), (16, SHORT), (17, LONG),
+                                                (50, LONG), (130, LONG)])
 @pytest.mark.parametrize("num_heads,num_heads_k", GROUPS)
 @pytest.mark.parametrize("head_dim", [64, 72, 128, 192, 256])
-def test_more_rows(head_dim, num_heads, num_heads_k, seqlen_q, features):
-    """Tiles of parts that hold whole queries, some of them not full; one part's alone; several tiles."""
-    for dtype, seqlen_k in zip(HALVES, (3000, 2400)):
+def test_dense(head_dim, num_heads, num_heads_k, seqlen_q, seqlens_k, features):
+    """On Hopper also tiles of parts that hold whole queries: some not full, one part's alone, several."""
+    for dtype, seqlen_k in zip(HALVES, seqlens_k):
         sizes = (2, seqlen_q, seqlen_k, num_heads, num_heads_k, head_dim)
         Case(dtype, *sizes, device=DEVICE, **features).check_forward()
 

@@ -54,10 +54,8 @@ inline TurnTimes times_of_few(const ForwardProblem& problem, int rows, int query
     // Half of the multiprocessors could read tiles of 64 KiB as fast as the memory can. What several tiles of
     // queries read it reads once.
     const int64_t tile_bytes = int64_t(key_tile) * head_dim * 2 * 2;
-    return {tiles_of_few(problem, rows, query_tile / rows),
-            (keys_of_few(problem) + key_tile - 1) / key_tile,
-            device.multiprocessors,
-            all_rows <= rows ? 3 : 4,
+    return {tiles_of_few(problem, rows, query_tile / rows), (keys_of_few(problem) + key_tile - 1) / key_tile,
+            device.multiprocessors, all_rows <= rows ? 3 : 4,
             device.multiprocessors * (int64_t(1) << 15) / tile_bytes *
                 std::max<int64_t>(1, all_rows / query_tile)};
 }

@@ -2,6 +2,7 @@
 #include "../ptx/grid_dependency.h"
 #include "rows.cuh"
 #include "rows.h"
+#include "split.cuh"
 
 namespace flash::cuda {
 namespace {
@@ -93,8 +94,10 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-void combine_splits(const ForwardProblem& whole, int splits, const float* partial_out, int64_t stride,
-                    const float* partial_lse, const Launch& launch) {
+void combine_splits(const ForwardProblem& whole, int splits, float* partial, int64_t stride,
+                    const Launch& launch) {
+    if (splits == 1) return;
+    const Split parts = Split::of(whole, 0, splits, partial, stride);
     ForwardProblem problem = whole;
     if (problem.cu_seqlens_q) problem.batch = 1, problem.seqlen_q = problem.rows_q;
     const int64_t rows = problem.batch * problem.heads_q * problem.seqlen_q;
@@ -102,7 +105,8 @@ void combine_splits(const ForwardProblem& whole, int splits, const float* partia
     dispatch_dtype(problem.dtype, [&]<DType dtype>() {
         launch_kernel("combine_attention", combine_attention<dtype>,
                       (rows + rows_of_block - 1) / rows_of_block, kThreads, sizeof(CombineShared),
-                      launch.overlapping(), problem, splits, partial_out, stride, partial_lse, warps);
+                      launch.overlapping(), problem, splits, static_cast<const float*>(parts.out), stride,
+                      static_cast<const float*>(parts.lse), warps);
     });
 }
 

@@ -7,7 +7,6 @@
 
 namespace flash::cuda {
 
-// What few queries have a part of the rows of a tile for: whole queries, all heads of each.
 template <bool kFew>
 struct QueryRows {
     const int& heads;  // of a query that are rows; 1 but for few queries

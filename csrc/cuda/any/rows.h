@@ -23,10 +23,9 @@ void clear(void* data, int64_t bytes, const Launch& launch);
 
 void pack_mask(const MaskPacking& packing, const Launch& launch);
 
-// out and lse from what each of `splits` blocks made of its share of the keys.
-// partial_out: float [splits, B, H, Sq, stride], averages over the share; partial_lse: float [splits, B, H,
-// Sq]; of packed sequences B is 1 and Sq all of their rows.
-void combine_splits(const ForwardProblem& problem, int splits, const float* partial_out, int64_t stride,
-                    const float* partial_lse, const Launch& launch);
+// out and lse from what each of `splits` blocks, if there are several, made of its share of the keys:
+// averages and lse as Split has them (split.cuh). stride: of a row of averages.
+void combine_splits(const ForwardProblem& problem, int splits, float* partial, int64_t stride,
+                    const Launch& launch);
 
 }  // namespace flash::cuda

@@ -35,8 +35,8 @@ __global__ void __launch_bounds__(kConfiguration.warps * 32, blocks_of(features)
     const uint32_t index = splits == 1 ? blockIdx.x : blockIdx.x / uint32_t(splits);
     const RowTile tile = tiling(index, problem, true);
     if (tile.rows.empty()) return;
-    const Split split = Split::of(problem, int(blockIdx.x - index * splits), splits, partial,
-                                  kConfiguration.head_dim);
+    const Split split =
+        Split::of(problem, int(blockIdx.x - index * splits), splits, partial, kConfiguration.head_dim);
     ForwardTile<kDType, kConfiguration, features> work(problem, shared, score_unit, natural, heads);
     work.load_first(tile, split);
     if (threadIdx.x == 0) work.start_barriers();
@@ -81,17 +81,15 @@ void launch(const ForwardProblem& problem, int splits, const Launch& launch) {
     const double natural =
         features == Features::none ? problem.softmax_scale / double(score_unit) : 1 / GpuMath::unit;
     const int heads = kConfiguration.few ? int(heads_in_rows(problem, kConfiguration.few)) : 1;
+    auto* const partial = static_cast<float*>(launch.workspace);
     ForwardProblem tiled = problem;
     tiled.heads_q /= heads;
     const RowTiling tiling =
         RowTiling::of_queries(tiled, kConfiguration.query_tile / heads, launch.device.l2_bytes / 3);
     launch_kernel(FLASH_KERNEL_NAME, kernel, tiling.count() * splits, kConfiguration.warps * 32, kSharedBytes,
                   kConfiguration.few ? launch.overlapping() : launch, problem, tiling, splits, score_unit,
-                  natural, static_cast<float*>(launch.workspace), heads);
-    if (splits == 1) return;
-    const Split parts =
-        Split::of(problem, 0, splits, static_cast<float*>(launch.workspace), kConfiguration.head_dim);
-    combine_splits(problem, splits, parts.out, kConfiguration.head_dim, parts.lse, launch);
+                  natural, partial, heads);
+    combine_splits(problem, splits, partial, kConfiguration.head_dim, launch);
 }
 
 }  // namespace

@@ -72,8 +72,8 @@ const char* why_no_gain(const ForwardProblem& problem, const Device& device) {
     // heads that share keys.
     const int64_t blocks = tiles_of(problem, 128) * problem.heads_q,
                   waves = (blocks + device.multiprocessors - 1) / device.multiprocessors;
-    const bool portable = problem.cache.entries || (blocks * 2 < device.multiprocessors &&
-                                                    problem.heads_q > problem.heads_k);
+    const bool portable =
+        problem.cache.entries || (blocks * 2 < device.multiprocessors && problem.heads_q > problem.heads_k);
     const int64_t others = waves * times.key_tiles * 2 * times.readers * (portable ? 140 : 107) / 100,
                   start = 3 * 2 * times.readers;
     return times(times.splits()) + start > others ? "others are faster, so many keys there are" : nullptr;
@@ -157,7 +157,7 @@ void launch(const ForwardProblem& problem, int splits, const Launch& launch) {
     const RowTiling tiling = tiling_of(problem, few.heads, launch.device);
     const int64_t count = tiling.count() * few.splits;
     const TileQueue queue(tiling, count, kConfiguration.few || tiles_ahead(problem, kConfiguration),
-                          counter_bytes(problem) ? counter_at(launch.workspace, launch) : nullptr);
+                          counter_at(launch.workspace, launch));
     const ForwardMaps maps{
         query_map(problem, few.heads),
         tensor_map(keys_of(problem, problem.k, problem.head_dim), kDType, kConfiguration.key_tile),
@@ -168,9 +168,7 @@ void launch(const ForwardProblem& problem, int splits, const Launch& launch) {
     launch_kernel(FLASH_KERNEL_NAME, attention_forward,
                   std::min<int64_t>(count, launch.device.multiprocessors), kConfiguration.threads(),
                   sizeof(Shared), launch.overlapping(), problem, maps, out, queue, unit, natural, few);
-    if (few.splits == 1) return;
-    const Split parts = Split::of(problem, 0, splits, few.partial, kConfiguration.values());
-    combine_splits(problem, splits, parts.out, kConfiguration.values(), parts.lse, launch);
+    combine_splits(problem, few.splits, few.partial, kConfiguration.values(), launch);
 }
 
 }  // namespace

@@ -100,7 +100,7 @@ struct ForwardPlan {
     uint32_t following[KeyStart::kLists * 2];
     uint32_t multiply;  // a bit for each warpgroup that has something to multiply
     RowTile tile;
-    Split split;  // of few queries
+    Split split;     // of few queries
     Interval share;  // the split's keys
     Mask mask;
     // The keys that the mask leaves the tile's first row, also where there are none; those of row i lie i
@@ -169,8 +169,7 @@ struct ForwardPlan {
                                        int key_tile) {
         if (tile.unowned) return {0, 0};
         const Interval first = intersection(mask.keys_of(tile.rows.begin), share);
-        return {first.begin / key_tile * key_tile,
-                intersection(mask.keys_of(tile.rows.end - 1), share).end};
+        return {first.begin / key_tile * key_tile, intersection(mask.keys_of(tile.rows.end - 1), share).end};
     }
 
     // Whether the 64 queries from `first` on, which see `some` but for bits, see any of a block of an element

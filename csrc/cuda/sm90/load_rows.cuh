@@ -9,17 +9,24 @@
 
 namespace flash::cuda::sm90 {
 
-// Rows of a head to rows of a tile in panels of kTileRows, each 64 columns from a multiple of kPanelStep on.
-// By one thread, which has yet to arrive.
+// So many rows, those of a box of the map, to a tile in panels of kTileRows, each 64 columns from a multiple
+// of kPanelStep on. at: the box's place on the map's other axes. By one thread, which has yet to arrive.
+template <int kTileRows, int kHeadDim, int kPanelStep = kPanel>
+__device__ __forceinline__ void load_boxes(const char* to, const CUtensorMap& map, uint32_t barrier, int rows,
+                                           const int (&at)[3]) {
+    constexpr int columns = in_whole_panels(kHeadDim);
+    mbarrier_expect(barrier, rows * columns * 2);
+#pragma unroll
+    for (int panel = 0; panel < columns / kPanel; ++panel)
+        tma_load(shared_address(to) + panel * kTileRows * 128, &map, barrier, panel * kPanelStep, at[0],
+                 at[1], at[2]);
+}
+
+// Rows of a head.
 template <int kRows, int kTileRows, int kHeadDim, int kPanelStep = kPanel>
 __device__ __forceinline__ void load_rows(const char* to, const CUtensorMap& map, uint32_t barrier, int row,
                                           int head, int batch) {
-    constexpr int columns = in_whole_panels(kHeadDim);
-    mbarrier_expect(barrier, kRows * columns * 2);
-#pragma unroll
-    for (int panel = 0; panel < columns / kPanel; ++panel)
-        tma_load(shared_address(to) + panel * kTileRows * 128, &map, barrier, panel * kPanelStep, row, head,
-                 batch);
+    load_boxes<kTileRows, kHeadDim, kPanelStep>(to, map, barrier, kRows, {row, head, batch});
 }
 
 // As many queries as kRows have room for, of so many heads that are next to each other in a row, and in the
@@ -28,12 +35,7 @@ template <int kRows, int kHeadDim>
 __device__ __forceinline__ void load_queries_of_heads(const char* to, const CUtensorMap& map,
                                                       uint32_t barrier, int heads, int query, int head,
                                                       int batch) {
-    constexpr int columns = in_whole_panels(kHeadDim);
-    mbarrier_expect(barrier, kRows / heads * heads * columns * 2);
-#pragma unroll
-    for (int panel = 0; panel < columns / kPanel; ++panel)
-        tma_load(shared_address(to) + panel * kRows * 128, &map, barrier, panel * kPanel, head * heads, query,
-                 batch);
+    load_boxes<kRows, kHeadDim>(to, map, barrier, kRows / heads * heads, {head * heads, query, batch});
 }
 
 // Which entry of a tensor's map a tile lies in: packed sequences are one.

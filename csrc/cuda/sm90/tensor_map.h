@@ -65,8 +65,8 @@ inline CUtensorMap encoded(void* data, const MapShape& shape) {
     for (int i = 0; i < 4; ++i) extents[i] = cuuint64_t(shape.extents[i]);
     for (int i = 0; i < 3; ++i)  // where there is nothing to stride over, anything that is allowed
         strides[i] = shape.extents[i + 1] == 1 ? 16 : cuuint64_t(shape.strides[i] * shape.element_bytes);
-    const cuuint32_t box[] = {cuuint32_t(shape.box[0]), cuuint32_t(shape.box[1]),
-                                cuuint32_t(shape.box[2]), 1},
+    const cuuint32_t box[] = {cuuint32_t(shape.box[0]), cuuint32_t(shape.box[1]), cuuint32_t(shape.box[2]),
+                              1},
                      steps[] = {1, 1, 1, 1};
     CUtensorMap map;
     const CUresult result =
