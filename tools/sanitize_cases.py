@@ -45,6 +45,8 @@ FEATURES = {
     "empty rows": {"causal": True, "seqlen_q": 203, "seqlen_k": 77},
     "few queries": {"batch": 1, "seqlen_q": 5, "seqlen_k": 700, "num_heads": 3, "causal": True},
     "few queries, more rows": {"batch": 1, "seqlen_q": 40, "seqlen_k": 3000, "num_heads": 3, "causal": True},
+    # Head dim 64 alone: more tiles than Hopper's multiprocessors, so that two blocks share one.
+    "short": {"batch": 1, "seqlen_q": 100, "seqlen_k": 130, "num_heads": 140, "num_heads_k": 140},
 }
 # The slowest tool: one head of one sequence.
 SMALL = ("racecheck",)
@@ -58,13 +60,16 @@ def cases(tool):
     for (row, (head_dim, head_dim_v)), (column, feature) in itertools.product(
             enumerate(HEAD_DIMS), enumerate(FEATURES)):
         turn = row + column
+        if feature == "short" and head_dim != 64:
+            continue
         if feature == "unaligned":
             head_dim, head_dim_v = head_dim - 3, head_dim_v - 7
-        shape = {**DENSE, **FEATURES[feature], **(FEW if tool in SMALL else {})}
+        shape = {**DENSE, **(FEW if tool in SMALL else {}), **FEATURES[feature]}
         for dtype in (HALVES[turn % 2], *([torch.float32] if turn % 3 == 1 else [])):
             name = f"{feature}, {head_dim}/{head_dim_v}, {str(dtype)[6:]}"
-            # With deterministic=True few queries have no kernels of their own.
-            name += ", deterministic" if turn // 2 % 2 and not feature.startswith("few queries") else ""
+            # With deterministic=True few queries, and short sequences, have no kernels of their own.
+            own = feature.startswith(("few queries", "short"))
+            name += ", deterministic" if turn // 2 % 2 and not own else ""
             found[name] = Case(dtype, head_dim=head_dim, head_dim_v=head_dim_v, seed=turn, **shape)
     return found
 

@@ -261,6 +261,7 @@ struct BackwardShared : BackwardExchange<c> {
     uint64_t dq_empty[c.warpgroups];             // room for it, or the sums to which it is to be added
     uint64_t dq_relay[2];                        // the other warp that adds has seen the last tile's dq_full
     uint64_t landed;  // copies of tiles that have to be looked at before they are handed on
+    uint64_t met;     // the warpgroups have (key_gradients.cuh), where the sanitizer follows
     DqEnd dq_ends[c.warpgroups];
     QueryNote notes[c.stages];
     static_assert(c.stages + 2 <= kDqNotes);
@@ -308,6 +309,7 @@ struct BackwardShared : BackwardExchange<c> {
         mbarrier_init(shared_address(&k_empty), c.warpgroups * 4 * kWarpArrivals);
         mbarrier_init(shared_address(&v_empty), c.warpgroups * 4 * kWarpArrivals);
         mbarrier_init(shared_address(&landed), 1);
+        if (kSanitized) mbarrier_init(shared_address(&met), c.warpgroups * 4 * kWarpArrivals);
         for (uint64_t& relay : dq_relay) mbarrier_init(shared_address(&relay), 1);
         for (int i = 0; i < kBackwardPlans; ++i) {
             mbarrier_init(shared_address(&planned[i]), 1);

@@ -156,7 +156,9 @@ class BackwardProducer {
             }
             if constexpr (!kMasked) {
                 shared_.leave_plan(tile);
-                if (lane_index() == 0) mbarrier_arrive(shared_address(&shared_.walked));
+                // Without turns nobody waits for it, which synccheck takes for a mistake.
+                if (lane_index() == 0 && !(kSanitized && order_ != BackwardOrder::turns))
+                    mbarrier_arrive(shared_address(&shared_.walked));
             }
         }
     }
@@ -290,7 +292,8 @@ class BackwardProducer {
             mbarrier_arrive(landed);
         }
         uint32_t (&bad)[(c.query_tile + 31) / 32] = shared_.bad_queries[stage];
-        if (lane_index() < (c.query_tile + 31) / 32) bad[lane_index()] = 0;
+        if (lane_index() == 0)  // which hands them on, too
+            for (uint32_t& rows : bad) rows = 0;
         mbarrier_wait(landed, landed_++ % 2);
         __syncwarp();
         clear_bad_elements<dtype, 32, QueryTile>(shared_address(shared_.q[stage]), bad);

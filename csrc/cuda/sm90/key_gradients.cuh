@@ -25,12 +25,6 @@
 
 namespace flash::cuda::sm90 {
 
-// Of a kernel made for the sanitizer: at one place for both warpgroups.
-template <int threads, int barrier>
-__device__ __noinline__ void wait_for_both() {
-    barrier_of<threads>(barrier);
-}
-
 // What a warpgroup accumulates. Where the two gradients are equally wide both run the same code, which has to
 // be fetched once: 1 to 3 % faster than code for each where sequences are short.
 enum class KeyRole { dv, dk, either };
@@ -88,11 +82,16 @@ class KeyGradients {
     static_assert(c.warpgroups == 2 && c.key_tile == 64);
 
     // Barriers, of each buffer of P, and of each half of what is in it; 0 is the block's. racecheck does not
-    // know that bar.arrive orders what was read and written before it: for it both warpgroups wait, at one
-    // place, as synccheck wants it.
+    // know that bar.arrive orders what was read and written before it: for it both warpgroups meet at an
+    // mbarrier, in front of and behind what one reads of the other.
     static constexpr int kFull = 1, kEmpty = kFull + 2 * Shared::kBuffers;
     __device__ __forceinline__ static int full(uint32_t n, int half) {
         return kFull + int(n % Shared::kBuffers) * 2 + half;
+    }
+
+    __device__ __forceinline__ void meet(uint32_t parity) const {
+        mbarrier_arrive_warp(shared_address(&shared_.met));
+        mbarrier_wait(shared_address(&shared_.met), parity);
     }
 
     __device__ __forceinline__ bool of_keys() const {
@@ -173,9 +172,9 @@ class KeyGradients {
         const uint32_t flags = __shfl_sync(0xffffffff, shared_.notes[n % c.stages].flags, 0);
         if constexpr (kSanitized) {
             if (!of_keys()) exponentiate(x, n);
-            wait_for_both<c.consumers, kFull>();
+            meet(0);
             if (of_keys()) differentiate(x, n);
-            wait_for_both<c.consumers, kEmpty>();
+            meet(1);
         } else if (of_keys()) {
             differentiate(x, n);
         } else {

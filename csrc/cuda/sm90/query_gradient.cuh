@@ -73,8 +73,9 @@ struct QueryGradientShared {
         }
         for (int i = 0; i < kPlans; ++i) {
             mbarrier_init(shared_address(&planned[i]), kWarpArrivals);
-            mbarrier_init(shared_address(&walked[i]), 1);
-            mbarrier_init(shared_address(&done[i]), c.warpgroups * 4 * kWarpArrivals);
+            mbarrier_init(shared_address(&walked[i]), kWarpArrivals);
+            // The warp that copies values may be behind those that multiply, where there are none.
+            mbarrier_init(shared_address(&done[i]), (c.warpgroups * 4 + 1) * kWarpArrivals);
         }
         for (int i = 0; i < c.stages; ++i) {
             mbarrier_init(shared_address(&k_full[i]), 1);
@@ -186,7 +187,7 @@ class QueryGradientProducer {
                 }
                 __syncwarp();
             }
-            if (kKeys && lane_index() == 0) mbarrier_arrive(in_ring(shared_.walked, n));
+            mbarrier_arrive_warp(in_ring(kKeys ? shared_.walked : shared_.done, n));
         }
     }
 
