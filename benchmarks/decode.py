@@ -24,7 +24,7 @@ from machine import machine
 from report import fill_in
 
 DEFAULTS = {"cpu": {"idle_ms": 0}, "cuda": {"idle_ms": 100}}
-# batch, heads, key heads, head dim, keys, queries, rows of a page (0: none).
+# batch, heads, key heads, head dim, keys, queries, rows of a page (0: none), softcap (0: none).
 TARGETS = [(32, 32, 8, 128, 8192), (8, 32, 8, 128, 8192), (1, 32, 8, 128, 8192), (1, 32, 8, 128, 131072),
            (64, 64, 8, 64, 8192), (8, 64, 8, 64, 8192), (16, 16, 2, 256, 16384), (64, 32, 8, 128, 1024),
            (64, 32, 32, 128, 1024), (2, 32, 8, 128, 2048), (1, 14, 2, 64, 2000), (1, 8, 1, 256, 32768),
@@ -32,7 +32,8 @@ TARGETS = [(32, 32, 8, 128, 8192), (8, 32, 8, 128, 8192), (1, 32, 8, 128, 8192),
            (8, 32, 8, 128, 8192, 8), (8, 32, 8, 128, 8192, 32), (8, 32, 8, 128, 8192, 64),
            (32, 32, 8, 128, 8192, 16), (1, 32, 8, 128, 8192, 16), (1, 32, 8, 128, 8192, 128),
            (8, 64, 8, 64, 8192, 8), (8, 16, 2, 256, 8192, 8), (8, 32, 8, 128, 8192, 1, 256),
-           (32, 32, 8, 128, 4096, 1, 16), (64, 32, 8, 128, 1024, 1, 64), (8, 32, 8, 128, 8192, 16, 256)]
+           (32, 32, 8, 128, 4096, 1, 16), (64, 32, 8, 128, 1024, 1, 64), (8, 32, 8, 128, 8192, 16, 256),
+           (8, 16, 8, 256, 8192, 1, 0, 50), (8, 32, 16, 128, 8192, 1, 0, 50)]
 
 
 @dataclass(frozen=True)
@@ -45,10 +46,10 @@ class DecodeCell:
     keys: int
     queries: int = 1
     page: int = 0
+    softcap: float = 0
     # Of a Cell, what implementations ask for.
     direction: str = "forward"
     mask: str = "full"
-    softcap: float = 0
     alibi: bool = False
 
     @property
@@ -67,7 +68,8 @@ class DecodeCell:
     @property
     def label(self):
         return (f"{self.dtype:8} B={self.batch:<3} H={self.heads:<2} Hk={self.key_heads:<2} "
-                f"D={self.head_dim:<3} N={self.keys:<6} Q={self.queries}" + f" page={self.page}" * bool(self.page))
+                f"D={self.head_dim:<3} N={self.keys:<6} Q={self.queries}" + f" page={self.page}" * bool(self.page)
+                + f" softcap={self.softcap}" * bool(self.softcap))
 
     def table(self, device):
         """int32 [batch, pages of a sequence]; None without pages."""
@@ -104,20 +106,20 @@ def _without_pages(build):
 
 
 def _flash_attn(cell, device):
-    return lambda q, k, v: flash_attn.flash_attn_func(q, k, v, causal=cell.queries == 1)
+    return lambda q, k, v: flash_attn.flash_attn_func(q, k, v, causal=cell.queries == 1, softcap=cell.softcap)
 
 
 def _kvcache(cell, device):
     table = cell.table(device)
     lengths = torch.full((cell.batch,), cell.keys, dtype=torch.int32, device=device) if cell.page else None
     return lambda q, k, v: flash_attn.flash_attn_with_kvcache(
-        q, cell.pages(k), cell.pages(v), block_table=table, cache_seqlens=lengths)
+        q, cell.pages(k), cell.pages(v), block_table=table, cache_seqlens=lengths, softcap=cell.softcap)
 
 
 def _fa3(cell, device):
     if not cell.page:
         return implementations.IMPLEMENTATIONS["fa3"].build(cell, device)
-    options = {"page_table": cell.table(device), "softmax_scale": cell.head_dim**-0.5,
+    options = {"page_table": cell.table(device), "softmax_scale": cell.head_dim**-0.5, "softcap": cell.softcap,
                "seqused_k": torch.full((cell.batch,), cell.keys, dtype=torch.int32, device=device)}
     return lambda q, k, v: implementations.fa3(q, cell.pages(k), cell.pages(v), **options)
 
@@ -143,7 +145,10 @@ def errors(cell, inputs, results):
         caches = [cache[entry] for cache in caches]
     q = q[entry, :, head].double()
     k, v = (cache[:, head // cell.group].double() for cache in caches)
-    expected = torch.softmax(q @ k.T * cell.head_dim**-0.5, -1) @ v
+    scores = q @ k.T * cell.head_dim**-0.5
+    if cell.softcap:
+        scores = cell.softcap * torch.tanh(scores / cell.softcap)
+    expected = torch.softmax(scores, -1) @ v
     return {name: {"out": float((tensors["out"][entry, :, head].double() - expected).abs().max())}
             for name, tensors in results.items()}
 
@@ -162,7 +167,7 @@ def parse(arguments):
     as_written = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=as_written)
     parser.add_argument("--cells", nargs="+", type=lambda text: tuple(map(int, text.split(","))),
-                        help="batch,heads,key heads,head dim,keys[,queries[,page]]; default: TARGETS")
+                        help="batch,heads,key heads,head dim,keys[,queries[,page[,softcap]]]; default: TARGETS")
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16"])
     attention.add_run_options(parser)
     return fill_in(parser.parse_args(arguments), DEFAULTS)

@@ -41,6 +41,28 @@ def test_dense(head_dim, num_heads, num_heads_k, seqlen_q, seqlens_k, features):
         Case(dtype, *sizes, device=DEVICE, **features).check_forward()
 
 
+@pytest.mark.parametrize("features", [
+    {"softcap": 3.0}, {"alibi": "heads"}, {"softmax_scale": -0.2}, {"softmax_scale": 0.0},
+    {"softcap": 5.0, "alibi": "batch", "causal": True, "window_size": (90, 0)}], ids=str)
+@pytest.mark.parametrize("seqlen_q", [1, 7, 16])
+@pytest.mark.parametrize("num_heads,num_heads_k", GROUPS)
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+def test_transformed_scores(head_dim, num_heads, num_heads_k, seqlen_q, features):
+    """Each row has its head's slope."""
+    for dtype, seqlen_k in zip(HALVES, SHORT):
+        case = Case(dtype, 2, seqlen_q, seqlen_k, num_heads, num_heads_k, head_dim, device=DEVICE, **features)
+        case.check_forward()
+
+
+@pytest.mark.parametrize("page_size", [None, 64])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_transformed_scores_of_caches(head_dim, page_size):
+    for dtype in HALVES:
+        cache = Cache(DEVICE, dtype, seqlen_q=3, capacity=1024, heads=12, heads_k=2, head_dim=head_dim,
+                      page_size=page_size)
+        cache.check(causal=True, softcap=4.0, slopes=torch.rand(12, device=DEVICE))
+
+
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("layout", [
     {}, {"empty": True}, {"padded": True}, {"indexed": True, "padded": True}, {"page_size": 128},
@@ -137,7 +159,8 @@ def test_which_calls_they_are():
         return found and int(found[1])
 
     assert rows_of(1, 500, 8, 2, 128) == rows_of(16, 500, 8, 8, 64) == rows_of(2, 500, 4, 2, 200) == 16
-    assert rows_of(1, 500, 8, 2, 128, softcap=3.0) is None
+    assert rows_of(1, 500, 8, 2, 128, softcap=3.0) == 16
+    assert rows_of(1, 500, 8, 2, 128, dropout_p=0.5) is None
     assert rows_of(1, 500, 8, 2, 128, deterministic=True) is None
     many = 128 if torch.cuda.get_device_capability() == (9, 0) else None
     for sizes in ((17, 3000, 8, 2, 128), (40, 3000, 12, 2, 256), (60, 3000, 3, 3, 40)):

@@ -54,7 +54,7 @@ def test_transformed_scores(dtype, head_dim, features):
     given.check(given.draw(), given.draw_dlse())
 
 
-@pytest.mark.parametrize("features", ["plain", "causal", "window", "packed"])
+@pytest.mark.parametrize("features", ["plain", "causal", "window", "packed", "softcap"])
 @pytest.mark.parametrize("num_heads,num_heads_k", [(2, 2), (4, 1), (6, 2), (34, 2)])
 @pytest.mark.parametrize("head_dim", [64, 72, 128, 256])
 def test_few_queries(head_dim, num_heads, num_heads_k, features):

@@ -2,6 +2,8 @@
 // of heads that share keys, a query's next to each other, so that keys are read once for all of them.
 #pragma once
 
+#include "../../attention/score.h"
+#include "../tile/gpu_math.h"
 #include "loader.cuh"
 #include "row_tile.cuh"
 
@@ -35,6 +37,17 @@ struct QueryRows {
             return GroupedRows<Element>(first, heads, tensor.head_stride);
         else
             return first;
+    }
+
+    // What the row's scores go through. plan: of its tile, and of one of the heads.
+    template <class Plan>
+    __device__ __forceinline__ ScoreTransform<GpuMath> transform(const ForwardProblem& problem,
+                                                                 const Plan& plan, int row) const {
+        ScoreTransform<GpuMath> transform = plan.transform;
+        if (kFew && problem.alibi_slopes)
+            transform.slope = ScoreTransform<GpuMath>::slope_of(
+                problem, plan.tile.unowned ? 0 : plan.tile.batch, first_head(plan.tile) + head(row));
+        return transform;
     }
 
     // The part of a tile of few queries that the i'th one of so many rows has.

@@ -59,7 +59,7 @@ auto kernel_of(Features features) {
 const char* why_not(const ForwardProblem& problem, const Device& device) {
     if (!kConfiguration.few) return nullptr;
     if (problem.seqlen_q > kConfiguration.query_tile) return "it is for fewer queries";
-    if (features_of(problem) != Features::none) return "it is for plain scores";
+    if (features_of(problem) == Features::all) return "it takes neither dropout nor a bias";
     if (const char* reason = not_for_few(problem)) return reason;
     if (kConfiguration.one_wave && tiles_of_few(problem, kConfiguration.query_tile, 1) >
                                        device.multiprocessors * blocks_in(device, kSharedBytes))
@@ -76,7 +76,7 @@ void launch(const ForwardProblem& problem, int splits, const Launch& launch) {
     if (features == Features::none && problem.visible.data && kConfiguration.blocks > 2)
         features = Features::transformed;
     const auto kernel = kernel_of<kConfiguration.few != 0>(features);
-    const float score_unit = float(problem.softmax_scale * GpuMath::unit);
+    const float score_unit = features == Features::none ? float(problem.softmax_scale * GpuMath::unit) : 1.f;
     // One unit of a kernel's scores in natural units: the scale is rounded after log2(e) went into it.
     const double natural =
         features == Features::none ? problem.softmax_scale / double(score_unit) : 1 / GpuMath::unit;

@@ -47,7 +47,7 @@ template <DType dtype, ForwardConfiguration c, Features features,
           bool careful = !c.retries || features != Features::none>
 class ForwardTile {
   public:
-    // score_unit: from a dot product to a score in log 2, where no feature does more. natural: one unit of a
+    // score_unit: from a dot product to a score in log 2; 1 where a feature does more. natural: one unit of a
     // score in natural units. heads: of QueryRows.
     __device__ ForwardTile(const ForwardProblem& problem, ForwardShared<dtype, c>& shared,
                            const float& score_unit, const double& natural, const int& heads)
@@ -74,9 +74,9 @@ class ForwardTile {
         const Pipeline pipeline(shared_.keys, problem_, shared_.plan);
         pipeline.begin(loaded_early_, tile, walk);
         uint32_t too_low = 0;  // rows of the lane whose maximum was, a bit each: the tile is done again
-        while (walk.more() || too_low) {
+        for (Position key = 0; walk.more() || too_low;) {
             if (!too_low) pipeline.wait_keys(tile);
-            const Position key = walk.first();
+            if (!c.few || !too_low) key = walk.first();
             const bool check_mask = (walk.masked() || has_bias()) && !too_low;
             const Sees sees = has_no_rows() ? Sees::none : check_mask ? what_warp_sees(walk) : Sees::all;
             const auto next = [&] {
@@ -99,7 +99,7 @@ class ForwardTile {
             if (sees == Sees::part) mask(scores, key, walk.seen(shared_.plan.warp()));
             if (bad) spoil_rows(scores);
             if (!too_low) next();
-            const bool follows = !optimistic || sees == Sees::part;
+            const bool follows = !optimistic || sees == Sees::part || (c.few && problem_.alibi_slopes);
             if (follows || too_low || !settled_)
                 follow_maximum(scores, [&](int r, float maximum) {
                     return !softmax_[r].settled() || too_low >> r & 1 ||
@@ -248,19 +248,23 @@ class ForwardTile {
         return last.begin <= key && first.end >= key + c.key_tile ? Sees::all : Sees::part;
     }
 
-    // From dot products to scores; without features the scale is left to exponentiate().
+    // From dot products to scores; without features the scale is left to exponentiate(). With few queries the
+    // kernel waits for memory anyway, and asks.
     __device__ __forceinline__ void transform(Scores& s, Position key,
                                               const BiasPart<dtype, Scores>& bias) const {
-        if constexpr (features != Features::none) {
+        if (c.few && score_unit_ != 1) return;
+        if constexpr (c.few > 0 || features != Features::none) {
 #pragma unroll
             for (int r = 0; r < Scores::rows; ++r) {
+                if (c.few && !shared_.plan.tile.rows.contains(query(r))) continue;
+                const auto transform = rows_.transform(problem_, shared_.plan, row(r));
                 const int meeting =
                     query(r) + shared_.plan.mask.diagonal() - key - warp_key();  // the column on the diagonal
 #pragma unroll
                 for (int column = 0; column < Scores::columns; ++column) {
                     const int distance = meeting - Scores::column(column);
-                    s.at(r, column) = shared_.plan.transform.score(
-                        s.at(r, column), float(distance < 0 ? -distance : distance));
+                    s.at(r, column) =
+                        transform.score(s.at(r, column), float(distance < 0 ? -distance : distance));
                 }
             }
             if (!has_bias()) return;
