@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import re
 import runpy
 from pathlib import Path
 
@@ -203,6 +204,18 @@ def test_hoppers_small_tiles_are_for_few_keys_under_a_diagonal_or_a_map():
         assert (key_tile(1280, **given), key_tile(1281, **given)) == (64, 128)
 
 
+@pytest.mark.skipif(not KERNELS or not runs_on(90), reason="this build is not for 9.0")
+def test_short_sequences_have_blocks_that_share_a_multiprocessor():
+    """If there is more than one for each; none in deterministic calls, whose tiles depend on nothing else."""
+    def stages(seqlen, heads, **given):
+        return re.search(r"_k64_s(\d)", on_h100(**{"seqlen_q": seqlen, "seqlen_k": seqlen, "batch": 1,
+                                                   "heads": heads, **given})["configuration"])[1]
+
+    assert (stages(128, 132), stages(128, 133), stages(256, 133)) == ("4", "3", "4")
+    assert (stages(256, 66, window_right=0), stages(256, 100, window_right=0)) == ("4", "3")
+    assert stages(128, 500, deterministic=True) == "4"
+
+
 @pytest.mark.parametrize("capability", [90, 100])
 @pytest.mark.usefixtures("portable")
 def test_large_chips_choose_no_kernel_for_small_ones(capability):
@@ -326,8 +339,9 @@ def test_few_queries_have_tiles_of_their_own():
     # Two tiles a key head, where Hopper's own, which would hold both, does not pay.
     short = on_h100(**{**few, "seqlen_q": 8, "seqlen_k": 1024, "batch": 4})
     assert short["configuration"] == "forward_bfloat16_d128_q16_k64_few" and short["splits"] == 4
-    for other in ({"seqlen_q": 17}, {"softcap": 3.0}, {"alibi": True}, {"dropout_p": 0.1},
-                  {"deterministic": True}, {"attn_bias": (0, 8192, 1)}, {"block_size": (64, 64)}):
+    assert on_h100(**few, softcap=3.0, alibi=True)["configuration"] == plan["configuration"]
+    for other in ({"seqlen_q": 17}, {"dropout_p": 0.1}, {"deterministic": True}, {"attn_bias": (0, 8192, 1)},
+                  {"block_size": (64, 64)}):
         assert "_q16_" not in on_h100(**{**few, **other})["configuration"], other
 
 

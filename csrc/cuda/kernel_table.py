@@ -24,7 +24,7 @@ class Forward:
     columns: int = 1  # warps that share a row, each with a part of the keys and of the head dim
     bias: int = 1  # its kernels take one: not those of tiles that leave no registers for it
     retries: int = 0  # values that are not finite are looked for in O, and only then in all masked tiles
-    few: int = 0  # for few queries, whose heads that share keys are rows, all of the tile's; plain scores
+    few: int = 0  # for few queries, whose heads that share keys are rows, all of the tile's
     one_wave: int = 0  # of those, for no more tiles of queries than run at once
 
 
@@ -48,14 +48,11 @@ class HopperForward:
     value_dim: int = 0  # head dim of the values, if it is another
     from_queries: int = 0  # it is for so many, or more
     few: int = 0  # the same: rows that hold whole queries, a warpgroup's 64
+    blocks: int = 1  # that share a multiprocessor
 
     @property
     def query_tile(self):
         return 64 * self.warpgroups
-
-    @property
-    def blocks(self):
-        return 1
 
 
 @dataclass(frozen=True)
@@ -222,6 +219,9 @@ ROWS = [
     Row("sm90", "forward", HALVES,
         HopperForward(64, 64, warpgroups=4, stages=4, query_slots=8, registers=112, stages_output=True,
                       turns=False, from_queries=129)),
+    Row("sm90", "forward", HALVES,
+        HopperForward(64, 64, warpgroups=2, stages=3, query_slots=4, registers=96, stages_output=True,
+                      turns=False, blocks=2), from_keys=65),
     Row("sm90", "forward", HALVES,
         HopperForward(64, 64, warpgroups=2, stages=4, query_slots=4, stages_output=True), from_keys=65),
     Row("sm90", "forward", HALVES,

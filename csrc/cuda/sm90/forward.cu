@@ -18,12 +18,12 @@ using Shared = ForwardShared<kConfiguration>;
 // A thread is given as many registers as all can have, in eights; warps that copy give some to those that
 // compute.
 static_assert(2 <= kConfiguration.warpgroups && kConfiguration.warpgroups <= 4);
-constexpr int kRegisters = 65536 / kConfiguration.threads() / 8 * 8,
+constexpr int kRegisters = 65536 / kConfiguration.blocks / kConfiguration.threads() / 8 * 8,
               kProducerRegisters = kRegisters * (kConfiguration.warpgroups + 1) -
                                    kConfiguration.registers * kConfiguration.warpgroups;
 static_assert(kProducerRegisters >= 24);
 
-__global__ void __launch_bounds__(kConfiguration.threads(), 1)
+__global__ void __launch_bounds__(kConfiguration.threads(), kConfiguration.blocks)
     attention_forward(const __grid_constant__ ForwardProblem problem,
                       const __grid_constant__ ForwardMaps maps, const __grid_constant__ OutputMap out,
                       const __grid_constant__ TileQueue queue, const __grid_constant__ float score_unit,
@@ -110,6 +110,8 @@ const char* why_not(const ForwardProblem& problem, const Device& device) {
     // The bits of a row are not to depend on how many others there are, or how long those are.
     if (problem.deterministic) return switched_off();
     if (problem.seqlen_q < kConfiguration.from_queries) return "it is for more queries";
+    if (kConfiguration.blocks > 1 && tiles * problem.heads_q <= device.multiprocessors)
+        return "a multiprocessor would have one of its blocks";
     if (tiles * problem.heads_q * 2 < device.multiprocessors)
         return "there are too few queries to keep the GPU busy";
     // Where large tiles leave multiprocessors idle, a later row's of 128 queries end first; under a diagonal,
@@ -166,8 +168,9 @@ void launch(const ForwardProblem& problem, int splits, const Launch& launch) {
     const Rows rows = queries_of(problem, problem.out, problem.head_dim_v);
     const OutputMap out = kConfiguration.stages_output ? output_map(rows, kDType) : OutputMap{};
     launch_kernel(FLASH_KERNEL_NAME, attention_forward,
-                  std::min<int64_t>(count, launch.device.multiprocessors), kConfiguration.threads(),
-                  sizeof(Shared), launch.overlapping(), problem, maps, out, queue, unit, natural, few);
+                  std::min<int64_t>(count, launch.device.multiprocessors * kConfiguration.blocks),
+                  kConfiguration.threads(), sizeof(Shared), launch.overlapping(), problem, maps, out, queue,
+                  unit, natural, few);
     combine_splits(problem, few.splits, few.partial, kConfiguration.values(), launch);
 }
 
@@ -183,7 +186,7 @@ extern constinit const ForwardKernel FLASH_KERNEL_SYMBOL{
     sm90::kConfiguration.queries(),
     sm90::kConfiguration.key_tile,
     FLASH_FROM_KEYS,
-    1,
+    sm90::kConfiguration.blocks,
     true,
     sizeof(sm90::Shared),
     sm90::workspace_bytes,

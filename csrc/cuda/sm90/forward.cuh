@@ -56,11 +56,11 @@ class ForwardConsumer {
         for (uint32_t n = 0;;) {
             const ForwardPlan& plan = await_queries(n);
             if (everywhere(plan.work == Work::end)) break;
-            if (!c.few && multiplies(plan)) {
+            if (!c.one_by_one() && multiplies(plan)) {
                 attend(n, tile);
                 continue;
             }
-            if (c.few && everywhere(plan.work == Work::tile)) {
+            if (c.one_by_one() && everywhere(plan.work == Work::tile)) {
                 attend_one_by_one(n, tile);
             } else if (everywhere(plan.work == Work::tile)) {
                 bool over = !everywhere(plan.has_keys);
@@ -76,16 +76,12 @@ class ForwardConsumer {
   private:
     using Scores = Fragment<16, c.key_tile>;
     using Probabilities = RegisterOperand<dtype, 16, c.key_tile>;
-    using Softmax = ForwardSoftmax;
-    // As the copies leave them.
-    using QueryTile = TileLayout<64, c.columns(), 2, kPanel>;
+    using QueryTile = TileLayout<64, c.columns(), 2, kPanel>;  // as the copies leave them
     using ValueTile = TileLayout<c.key_tile, c.value_columns(), 2, kPanel>;
 
-    // Names of barriers: 0 is the block's.
-    static constexpr int kTurns = 1, kConsumers = 1 + c.warpgroups;
+    static constexpr int kTurns = 1, kConsumers = 1 + c.warpgroups;  // names of barriers; 0 is the block's
     static constexpr int kTurnThreads = 256;  // those whose turn it is, and those who were before
-    // Beside a note's flags: a row of the warp has no maximum yet.
-    static constexpr uint32_t kUnsettled = 1u << 31;
+    static constexpr uint32_t kUnsettled = 1u << 31;  // beside a note's flags: a row has no maximum yet
     static constexpr int kAhead = 4;  // so many of a row's exponentials are prepared at once
 
     __device__ __forceinline__ void await_turn() const {
@@ -201,10 +197,10 @@ class ForwardConsumer {
         const ForwardPlan* plan = &shared_.plans[n % kPlans];
         Scores s;
         float rescale[Scores::rows];
-        Softmax before;
+        ForwardSoftmax before;
         bool pending = false;  // the output is that of the queries before, not finished yet
         bool ends, over;       // with the tile of keys the queries, for the warpgroup; for all
-        softmax_ = Softmax();
+        softmax_ = ForwardSoftmax();
         unsettled_ = kUnsettled;
         out_.begin(everywhere(plan->careful));
         hold_queries(n);
@@ -256,7 +252,7 @@ class ForwardConsumer {
                     if (ends) {
                         hold_queries(n + 1);
                         before = softmax_;
-                        softmax_ = Softmax();
+                        softmax_ = ForwardSoftmax();
                         unsettled_ = kUnsettled;
                     }
                 }
@@ -308,10 +304,10 @@ class ForwardConsumer {
         leave_plan(n++);
     }
 
-    // The same of few queries, which wait for the memory, in less code, that has to come from there, too.
+    // The same with less at a time: of few queries an output beside the next scores, else one product.
     __device__ __forceinline__ void attend_one_by_one(uint32_t n, uint32_t& tile) {
         ForwardPlan& plan = shared_.plans[n % kPlans];
-        softmax_ = Softmax();
+        softmax_ = ForwardSoftmax();
         unsettled_ = kUnsettled;
         out_.begin(true);  // perhaps no product comes
         hold_queries(n);
@@ -335,9 +331,13 @@ class ForwardConsumer {
             }
             Scores s;
             float rescale[Scores::rows];
+            if (c.blocks > 1) leave_before();
             wgmma_fence();
             start_qk(s, n, tile);
-            leave_before();
+            if (c.blocks > 1)
+                wgmma_wait<0>();
+            else
+                leave_before();
             keep(registers_of(s));
             leave_keys(tile);
             exponentiate(s, rescale, plan, n, tile, flags);
@@ -357,7 +357,7 @@ class ForwardConsumer {
     }
 
     // The output of the queries before the n-th, while the first scores of the n-th are multiplied.
-    __device__ __forceinline__ void finish_before(uint32_t n, const Softmax& softmax, bool& pending) {
+    __device__ __forceinline__ void finish_before(uint32_t n, const ForwardSoftmax& softmax, bool& pending) {
         out_.finish(shared_.plans[(n - 1) % kPlans], softmax);
         out_.begin(everywhere(shared_.plans[n % kPlans].careful));
         leave_plan(n - 1);
@@ -374,7 +374,7 @@ class ForwardConsumer {
         if constexpr (c.biased) add_bias(s, flags & KeyNote::careful);
         bool wants_alibi = c.transformed;
         if (rare((flags | unsettled_) & unusual)) {
-            if (!c.few && flags & KeyNote::last) leave_queries(n);
+            if (!c.one_by_one() && flags & KeyNote::last) leave_queries(n);
             if (flags & KeyNote::masked) mask_scores<c>(s, plan, note, flags, warp_row(), rows_);
             wants_alibi = c.transformed && !plan.template alibi_first<c>(warpgroup_);
             if (c.transformed && !wants_alibi) transformed(plan, note).add_alibi(s);
@@ -490,7 +490,7 @@ class ForwardConsumer {
     const float& score_unit_;
     const QueryRows<(c.few != 0)> rows_;
     const int warpgroup_;  // the same in all lanes, as the compiler sees, too
-    Softmax softmax_;
+    ForwardSoftmax softmax_;
     uint32_t unsettled_;  // kUnsettled or 0
     uint32_t bias_tile_ = 0;
     ForwardOutput<dtype, c> out_;

@@ -29,7 +29,11 @@ struct ForwardConfiguration {
     int value_dim = 0;     // head dim of the values, if it is another
     int from_queries = 0;  // it is for so many, or more
     int few = 0;           // rows of a warpgroup that hold whole queries, all heads that share keys
+    int blocks = 1;        // that share a multiprocessor
 
+    // Tiles of queries, and of keys, do not overlap: in little code of few queries, in few registers of
+    // blocks that have each other to overlap with.
+    constexpr bool one_by_one() const { return few > 0 || blocks > 1; }
     constexpr int values() const { return value_dim ? value_dim : head_dim; }
     constexpr int columns() const { return in_whole_panels(head_dim); }
     constexpr int value_columns() const { return in_whole_panels(values()); }
@@ -335,8 +339,8 @@ struct ForwardShared {
         for (uint64_t& empty : q_empty) mbarrier_init(shared_address(&empty), 4 * kWarpArrivals);
         for (int i = 0; i < kPlans; ++i) {
             mbarrier_init(shared_address(&planned[i]), kWarpArrivals);
-            mbarrier_init(shared_address(&walked[i]), 1);
-            // One more that copies values: where there are none it may be behind those that multiply.
+            mbarrier_init(shared_address(&walked[i]), kWarpArrivals);
+            // The warp that copies values may be behind those that multiply, where there are none.
             mbarrier_init(shared_address(&done[i]), (c.warpgroups * 4 + 1 + bias.producers) * kWarpArrivals);
             plans[i].redo = false;
         }

@@ -135,11 +135,7 @@ class ForwardProducer {
         uint32_t tile = 0;  // of all that the block does
         each_plan([&](ForwardPlan& plan, uint32_t n) {
             if (plan.work == Work::tile) copy_plan<kKeys>(plan, tile);
-            __syncwarp();  // all lanes have seen that the plan is made
-            if (!kKeys)
-                mbarrier_arrive_warp(in_ring(shared_.done, n));
-            else if (lane_index() == 0)
-                mbarrier_arrive(in_ring(shared_.walked, n));
+            mbarrier_arrive_warp(in_ring(kKeys ? shared_.walked : shared_.done, n));
         });
     }
 
