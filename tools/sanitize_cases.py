@@ -48,7 +48,7 @@ FEATURES = {
     # Head dim 64 alone: more tiles than Hopper's multiprocessors, so that two blocks share one.
     "short": {"batch": 1, "seqlen_q": 100, "seqlen_k": 130, "num_heads": 140, "num_heads_k": 140},
 }
-# The slowest tool: one head of one sequence.
+# The slowest tool: one head of one sequence, unless the feature asks for others.
 SMALL = ("racecheck",)
 FEW = {"batch": 1, "num_heads": 1}
 HALVES = (torch.bfloat16, torch.float16)

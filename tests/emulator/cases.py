@@ -8,11 +8,13 @@ import pytest
 import torch
 
 import flash_attn
+import short_sequences
 from acceptance import Expected
 from attention_case import Case, check_empty_rows
 from bias_gradient import bias_gradient, check_bias_gradient
 from emulated_case import HALF, SINGLE, case
 from gpu import check_neighbours_of_infinite_queries, deterministic_as_asked  # noqa: F401
+from short_sequences import SHORT, short
 from test_kvcache import Cache
 
 pytestmark = pytest.mark.usefixtures("deterministic_as_asked")
@@ -72,6 +74,32 @@ def test_caches_of_few_queries(head_dim, layout):
     """72 rows a key head, which on Hopper are one tile, and three parts of the keys."""
     sizes = {"batch": 2, "seqlen_q": 12, "capacity": 768, "heads": 12, "heads_k": 2, "head_dim": head_dim}
     Cache("cpu", HALF, new=0, **sizes, **layout).check(causal=True, num_splits=3)
+
+
+HEADS = 6  # of which the emulated device has four multiprocessors
+
+
+@pytest.mark.parametrize("dtype", [HALF, torch.float16])
+@pytest.mark.parametrize("features", SHORT)
+def test_short_sequences(features, dtype):
+    short(HEADS, "cpu", dtype, **SHORT[features]).check_forward()
+
+
+def test_short_sequences_of_groups():
+    short(HEADS, "cpu", num_heads_k=2, causal=True).check_forward()
+
+
+@pytest.mark.parametrize("features", [{}, {"causal": True}, {"window_size": (300, 70)}], ids=str)
+def test_maps_of_short_sequences(features):
+    short_sequences.check_short_maps(HEADS, "cpu", features)
+
+
+def test_growing_scores_of_short_sequences():
+    short_sequences.check_short_growing_scores(HEADS, "cpu")
+
+
+def test_bad_values_of_short_sequences():
+    short_sequences.check_short_bad_values(HEADS, "cpu")
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])

@@ -76,7 +76,7 @@ class ForwardTile {
         uint32_t too_low = 0;  // rows of the lane whose maximum was, a bit each: the tile is done again
         for (Position key = 0; walk.more() || too_low;) {
             if (!too_low) pipeline.wait_keys(tile);
-            if (!c.few || !too_low) key = walk.first();
+            if (!c.few || !too_low) key = walk.first();  // else the walk is one ahead
             const bool check_mask = (walk.masked() || has_bias()) && !too_low;
             const Sees sees = has_no_rows() ? Sees::none : check_mask ? what_warp_sees(walk) : Sees::all;
             const auto next = [&] {
