@@ -340,6 +340,9 @@ def test_few_queries_have_tiles_of_their_own():
     short = on_h100(**{**few, "seqlen_q": 8, "seqlen_k": 1024, "batch": 4})
     assert short["configuration"] == "forward_bfloat16_d128_q16_k64_few" and short["splits"] == 4
     assert on_h100(**few, softcap=3.0, alibi=True)["configuration"] == plan["configuration"]
+    lone = {**few, "heads": 16, "heads_k": 16, "alibi": True}
+    assert "_q16_" in on_h100(**lone)["configuration"]
+    assert "_q16_" not in on_h100(**{**lone, "batch": 9})["configuration"]
     for other in ({"seqlen_q": 17}, {"dropout_p": 0.1}, {"deterministic": True}, {"attn_bias": (0, 8192, 1)},
                   {"block_size": (64, 64)}):
         assert "_q16_" not in on_h100(**{**few, **other})["configuration"], other
