@@ -90,7 +90,7 @@ const char* why_not(const ForwardProblem& problem, const Device& device) {
     if (lists.counts && (lists.column_block % kConfiguration.key_tile != 0 || lists.row_block % 64 != 0))
         return "the map's blocks are no multiples of its tiles";
     const KeyCache& cache = problem.cache;
-    if (cache.pages ? !kConfiguration.few : !kConfiguration.few && (cache.seqlens || cache.entry))
+    if (!kConfiguration.few && (cache.pages || cache.seqlens || cache.entry))
         return "it reads no cache of keys";
     if (cache.pages && cache.page_size % kConfiguration.key_tile != 0)
         return "the cache's pages are no whole tiles";

@@ -56,16 +56,15 @@ class ForwardConsumer {
         for (uint32_t n = 0;;) {
             const ForwardPlan& plan = await_queries(n);
             if (everywhere(plan.work == Work::end)) break;
-            if (!c.one_by_one() && multiplies(plan)) {
+            if constexpr (c.one_by_one()) {
+                if (everywhere(plan.work == Work::tile)) attend_one_by_one(n, tile);
+            } else if (multiplies(plan)) {
                 attend(n, tile);
                 continue;
-            }
-            if (c.one_by_one() && everywhere(plan.work == Work::tile)) {
-                attend_one_by_one(n, tile);
             } else if (everywhere(plan.work == Work::tile)) {
                 bool over = !everywhere(plan.has_keys);
                 tile = leave_rest(tile, tile - 1, over);
-                out_.store_zeros(plan);
+                out_.store_zeros(plan.tile);
             }
             leave_queries(n);
             leave_plan(n++);
@@ -98,13 +97,13 @@ class ForwardConsumer {
     __device__ __forceinline__ ForwardPlan& await_queries(uint32_t n) const {
         const uint32_t queries = n * c.warpgroups + warpgroup_;
         mbarrier_wait(in_ring(shared_.q_full, queries), parity(shared_.q_full, queries));
-        return shared_.plans[n % kPlans];
+        return shared_.plans[n];
     }
     __device__ __forceinline__ void leave_queries(uint32_t n) const {
         mbarrier_arrive_warp(in_ring(shared_.q_empty, n * c.warpgroups + warpgroup_));
     }
     __device__ __forceinline__ void leave_plan(uint32_t n) const {
-        mbarrier_arrive_warp(in_ring(shared_.done, n));
+        mbarrier_arrive_warp(in_ring(shared_.plans.done, n));
     }
     __device__ __forceinline__ bool multiplies(const ForwardPlan& plan) const {
         return __shfl_sync(0xffffffff, plan.multiply, 0) >> warpgroup_ & 1;
@@ -194,7 +193,7 @@ class ForwardConsumer {
     // Tiles of queries from the n-th on, as long as the next one is there to go on with: its first scores are
     // computed beside the last output, and that is finished beside its second ones.
     __device__ __forceinline__ void attend(uint32_t& n, uint32_t& tile) {
-        const ForwardPlan* plan = &shared_.plans[n % kPlans];
+        const ForwardPlan* plan = &shared_.plans[n];
         Scores s;
         float rescale[Scores::rows];
         ForwardSoftmax before;
@@ -300,13 +299,13 @@ class ForwardConsumer {
             tile = next_tile;
         } while (!ends);
         tile = leave_rest(tile, tile - 1, over);
-        out_.finish(shared_.plans[n % kPlans], softmax_);
+        out_.finish(shared_.plans[n], softmax_);
         leave_plan(n++);
     }
 
     // The same with less at a time: of few queries an output beside the next scores, else one product.
     __device__ __forceinline__ void attend_one_by_one(uint32_t n, uint32_t& tile) {
-        ForwardPlan& plan = shared_.plans[n % kPlans];
+        ForwardPlan& plan = shared_.plans[n];
         softmax_ = ForwardSoftmax();
         unsettled_ = kUnsettled;
         out_.begin(true);  // perhaps no product comes
@@ -358,8 +357,8 @@ class ForwardConsumer {
 
     // The output of the queries before the n-th, while the first scores of the n-th are multiplied.
     __device__ __forceinline__ void finish_before(uint32_t n, const ForwardSoftmax& softmax, bool& pending) {
-        out_.finish(shared_.plans[(n - 1) % kPlans], softmax);
-        out_.begin(everywhere(shared_.plans[n % kPlans].careful));
+        out_.finish(shared_.plans[n - 1], softmax);
+        out_.begin(everywhere(shared_.plans[n].careful));
         leave_plan(n - 1);
         pending = false;
     }

@@ -111,12 +111,9 @@ class ForwardOutput {
             store_rows<dtype>(rows_of(tile), packed, first_row(tile), rows_.rows(tile));
     }
 
-    // No query of the plan sees a key.
-    __device__ __forceinline__ void store_zeros(const ForwardPlan& plan) {
-        const RowTile tile = part_of(plan.tile);
+    // No query of the tile sees a key.
+    __device__ __forceinline__ void store_zeros(const RowTile& tile) {
         out_.clear();
-        if (c.few && everywhere(plan.split.count > 1))
-            return store_partial(plan.split, tile, ForwardSoftmax());
         store_lse(tile, ForwardSoftmax());
         store_rows<dtype>(rows_of(tile), out_, first_row(tile), rows_.rows(tile));
     }

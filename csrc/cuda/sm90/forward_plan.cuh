@@ -205,6 +205,45 @@ struct ForwardPlan {
     }
 };
 
+// Plans on their way from the warp that makes them to those that walk them, and their places' way back.
+struct PlanRing {
+    ForwardPlan plans[kPlans];
+    uint64_t planned[kPlans], done[kPlans];
+    uint64_t walked[kPlans];  // the plan's keys have all been asked for
+
+    __device__ __forceinline__ ForwardPlan& operator[](uint32_t n) { return plans[n % kPlans]; }
+
+    // By one thread. warps: those that say when they are done with a plan, beside the one that copies values,
+    // which may be behind those that multiply, where there are none.
+    __device__ void start(int warps) {
+        for (int i = 0; i < kPlans; ++i) {
+            mbarrier_init(shared_address(&planned[i]), kWarpArrivals);
+            mbarrier_init(shared_address(&walked[i]), kWarpArrivals);
+            mbarrier_init(shared_address(&done[i]), (warps + 1) * kWarpArrivals);
+        }
+    }
+
+    // By the warp that makes plans: until the n-th one's place is free, and all keys have been asked for but
+    // those of `ahead` plans.
+    __device__ __forceinline__ void await_room(uint32_t n, uint32_t ahead) const {
+        mbarrier_wait(in_ring(done, n), parity(done, n) ^ 1);
+        const uint32_t behind = n - 1 - ahead;
+        if (n > ahead) mbarrier_wait(in_ring(walked, behind), parity(walked, behind));
+    }
+
+    // By a warp that copies: each plan in turn, and its number.
+    template <class Copy>
+    __device__ __forceinline__ void each(const Copy& copy) {
+        for (uint32_t n = 0;; ++n) {
+            mbarrier_wait(in_ring(planned, n), parity(planned, n));
+            __syncwarp();  // else the plan could change before a lane has seen that
+            ForwardPlan& plan = (*this)[n];
+            if (plan.work == Work::end) break;
+            copy(plan, n);
+        }
+    }
+};
+
 // Walks a plan's tiles of keys, and makes their notes. By a warp, of which lane i looks after warpgroup i.
 // What it reads of the plan it keeps: whoever reads shared memory waits for as long as products run.
 template <ForwardConfiguration c>
@@ -324,9 +363,7 @@ struct ForwardShared {
     static_assert(c.warpgroups <= c.query_slots && c.query_slots <= 2 * c.warpgroups);
     uint64_t k_full[c.stages], k_empty[c.stages], v_full[c.stages], v_empty[c.stages];
     KeyNote notes[2 * c.stages];  // read until the values are multiplied, when the keys are long gone
-    ForwardPlan plans[kPlans];
-    uint64_t planned[kPlans], done[kPlans];
-    uint64_t walked[kPlans];  // the plan's keys have all been asked for
+    PlanRing plans;
     uint32_t bad_keys[(c.key_tile + 31) / 32];
     ForwardBias<c> bias;
     OutputStage<c> output;
@@ -337,13 +374,8 @@ struct ForwardShared {
     __device__ void start() {
         for (uint64_t& full : q_full) mbarrier_init(shared_address(&full), 1);
         for (uint64_t& empty : q_empty) mbarrier_init(shared_address(&empty), 4 * kWarpArrivals);
-        for (int i = 0; i < kPlans; ++i) {
-            mbarrier_init(shared_address(&planned[i]), kWarpArrivals);
-            mbarrier_init(shared_address(&walked[i]), kWarpArrivals);
-            // The warp that copies values may be behind those that multiply, where there are none.
-            mbarrier_init(shared_address(&done[i]), (c.warpgroups * 4 + 1 + bias.producers) * kWarpArrivals);
-            plans[i].redo = false;
-        }
+        plans.start(c.warpgroups * 4 + bias.producers);
+        for (int i = 0; i < kPlans; ++i) plans[i].redo = false;
         for (int i = 0; i < c.stages; ++i) {
             mbarrier_init(shared_address(&k_full[i]), 1);
             mbarrier_init(shared_address(&v_full[i]), 1);

@@ -36,10 +36,8 @@ class ForwardPlanner {
         // A plan's tile may have to be done again; so all plans have to be seen done at the end.
         bool ended = false;
         for (uint32_t n = 0, nothing = 0; !ended; ++n) {
-            ForwardPlan& plan = shared_.plans[n % kPlans];
-            mbarrier_wait(in_ring(shared_.done, n), parity(shared_.done, n) ^ 1);
-            const uint32_t behind = n - 1 - ahead_;
-            if (n > ahead_) mbarrier_wait(in_ring(shared_.walked, behind), parity(shared_.walked, behind));
+            ForwardPlan& plan = shared_.plans[n];
+            shared_.plans.await_room(n, ahead_);
             if (lane_index() == 0) decide(plan, nothing == kPlans - 1);
             __syncwarp();
             nothing = plan.work == Work::tile ? 0 : nothing + 1;
@@ -50,7 +48,7 @@ class ForwardPlanner {
                 if (problem_.key_blocks.counts) await_grid_before();
                 plan.make(problem_, c, few_.heads);
             }
-            mbarrier_arrive_warp(in_ring(shared_.planned, n));
+            mbarrier_arrive_warp(in_ring(shared_.plans.planned, n));
             if (n == 0 && !reads_memory) begin();
 #pragma unroll 1
             for (int i = 0; i < c.warpgroups; ++i) copy(plan, n, i);
@@ -123,9 +121,9 @@ class ForwardProducer {
     __device__ void copy_values() { copy_tiles<false>(); }
     __device__ void copy_bias() {
         uint32_t tiles[c.warpgroups] = {};  // of all that the block does
-        each_plan([&](ForwardPlan& plan, uint32_t n) {
+        shared_.plans.each([&](ForwardPlan& plan, uint32_t n) {
             if (plan.work == Work::tile) copy_bias(plan, tiles);
-            mbarrier_arrive_warp(in_ring(shared_.done, n));
+            mbarrier_arrive_warp(in_ring(shared_.plans.done, n));
         });
     }
 
@@ -133,21 +131,10 @@ class ForwardProducer {
     template <bool kKeys>
     __device__ __forceinline__ void copy_tiles() {
         uint32_t tile = 0;  // of all that the block does
-        each_plan([&](ForwardPlan& plan, uint32_t n) {
+        shared_.plans.each([&](ForwardPlan& plan, uint32_t n) {
             if (plan.work == Work::tile) copy_plan<kKeys>(plan, tile);
-            mbarrier_arrive_warp(in_ring(kKeys ? shared_.walked : shared_.done, n));
+            mbarrier_arrive_warp(in_ring(kKeys ? shared_.plans.walked : shared_.plans.done, n));
         });
-    }
-
-    template <class Copy>
-    __device__ __forceinline__ void each_plan(const Copy& copy) {
-        for (uint32_t n = 0;; ++n) {
-            mbarrier_wait(in_ring(shared_.planned, n), parity(shared_.planned, n));
-            __syncwarp();  // else the plan could change before a lane has seen that
-            ForwardPlan& plan = shared_.plans[n % kPlans];
-            if (plan.work == Work::end) break;
-            copy(plan, n);
-        }
     }
 
     // What warpgroups see of the plan's tiles.

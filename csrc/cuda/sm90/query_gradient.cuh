@@ -60,9 +60,7 @@ struct QueryGradientShared {
     uint32_t bad_keys[c.stages][(c.key_tile + 31) / 32];
     bool has_bad_keys[c.stages];
     uint32_t looked_at[c.warpgroups];  // the warpgroup's last tile of keys that it had to look at, from 1 on
-    ForwardPlan plans[kPlans];
-    uint64_t planned[kPlans], done[kPlans];
-    uint64_t walked[kPlans];  // the plan's keys have all been asked for
+    PlanRing plans;
 
     // By one thread.
     __device__ void start() {
@@ -71,12 +69,7 @@ struct QueryGradientShared {
             mbarrier_init(shared_address(&q_empty[i]), 4 * kWarpArrivals);
             looked_at[i] = 0;
         }
-        for (int i = 0; i < kPlans; ++i) {
-            mbarrier_init(shared_address(&planned[i]), kWarpArrivals);
-            mbarrier_init(shared_address(&walked[i]), kWarpArrivals);
-            // The warp that copies values may be behind those that multiply, where there are none.
-            mbarrier_init(shared_address(&done[i]), (c.warpgroups * 4 + 1) * kWarpArrivals);
-        }
+        plans.start(c.warpgroups * 4);
         for (int i = 0; i < c.stages; ++i) {
             mbarrier_init(shared_address(&k_full[i]), 1);
             mbarrier_init(shared_address(&k_empty[i]), c.warpgroups * 4 * kWarpArrivals);
@@ -100,15 +93,12 @@ class QueryGradientProducer {
         TileQueue::Reader queue(queue_);
         if (lane_index() == 0) queue.open();
         for (uint32_t n = 0;; ++n) {
-            ForwardPlan& plan = shared_.plans[n % kPlans];
-            mbarrier_wait(in_ring(shared_.done, n), parity(shared_.done, n) ^ 1);
-            const uint32_t behind = n - 1 - queue_.ahead;
-            if (n > queue_.ahead)
-                mbarrier_wait(in_ring(shared_.walked, behind), parity(shared_.walked, behind));
+            ForwardPlan& plan = shared_.plans[n];
+            shared_.plans.await_room(n, queue_.ahead);
             if (lane_index() == 0) decide(queue, plan);
             __syncwarp();
             if (plan.work == Work::tile) plan.make(problem_, c);
-            mbarrier_arrive_warp(in_ring(shared_.planned, n));
+            mbarrier_arrive_warp(in_ring(shared_.plans.planned, n));
             for (int i = 0; i < c.warpgroups; ++i) copy_queries(plan, n, i);
             if (plan.work == Work::end) break;
         }
@@ -173,11 +163,7 @@ class QueryGradientProducer {
     template <bool kKeys, class Copy>
     __device__ __forceinline__ void copy_tiles(const Copy& copy) {
         uint32_t tile = 0;  // of all that the block does
-        for (uint32_t n = 0;; ++n) {
-            mbarrier_wait(in_ring(shared_.planned, n), parity(shared_.planned, n));
-            __syncwarp();  // else the plan could change before a lane has seen that
-            const ForwardPlan& plan = shared_.plans[n % kPlans];
-            if (plan.work == Work::end) break;
+        shared_.plans.each([&](const ForwardPlan& plan, uint32_t n) {
             const KeyRows rows(plan.tile, problem_);
             for (NoteWriter<c> notes(plan, problem_); notes.more(); ++tile) {
                 if constexpr (kKeys) {
@@ -187,8 +173,8 @@ class QueryGradientProducer {
                 }
                 __syncwarp();
             }
-            mbarrier_arrive_warp(in_ring(kKeys ? shared_.walked : shared_.done, n));
-        }
+            mbarrier_arrive_warp(in_ring(kKeys ? shared_.plans.walked : shared_.plans.done, n));
+        });
     }
 
     const ForwardProblem& problem_;
@@ -213,7 +199,7 @@ class QueryGradient {
         uint32_t tile = 0;  // of keys, of all that the block does
         for (uint32_t n = 0;; ++n) {
             mbarrier_wait(shared_address(&shared_.q_full[warpgroup_]), n % 2);
-            const ForwardPlan& plan = shared_.plans[n % kPlans];
+            const ForwardPlan& plan = shared_.plans[n];
             if (plan.work == Work::end) break;
             clear();
             if (__shfl_sync(0xffffffff, plan.multiply, 0) >> warpgroup_ & 1) {
@@ -223,7 +209,7 @@ class QueryGradient {
                 if (plan.has_keys) leave_rest(tile);
             }
             store(plan);
-            mbarrier_arrive_warp(in_ring(shared_.done, n));
+            mbarrier_arrive_warp(in_ring(shared_.plans.done, n));
         }
     }
 
