@@ -71,6 +71,9 @@ class DecodeCell:
                 f"D={self.head_dim:<3} N={self.keys:<6} Q={self.queries}" + f" page={self.page}" * bool(self.page)
                 + f" softcap={self.softcap}" * bool(self.softcap))
 
+    def visible(self, queries, device):
+        return torch.ones(len(queries), self.keys, dtype=torch.bool, device=device)
+
     def table(self, device):
         """int32 [batch, pages of a sequence]; None without pages."""
         if not self.page:
@@ -145,10 +148,7 @@ def errors(cell, inputs, results):
         caches = [cache[entry] for cache in caches]
     q = q[entry, :, head].double()
     k, v = (cache[:, head // cell.group].double() for cache in caches)
-    scores = q @ k.T * cell.head_dim**-0.5
-    if cell.softcap:
-        scores = cell.softcap * torch.tanh(scores / cell.softcap)
-    expected = torch.softmax(scores, -1) @ v
+    expected = attention.probabilities(q, k, torch.arange(cell.queries), cell, head)[0] @ v
     return {name: {"out": float((tensors["out"][entry, :, head].double() - expected).abs().max())}
             for name, tensors in results.items()}
 

@@ -3,10 +3,9 @@
 
 import torch
 
-import flash_attn
-import reference
 from acceptance import Expected
 from attention_case import Case
+from gpu import check
 
 SHORT = {
     "plain": {},
@@ -29,19 +28,11 @@ def short(heads, device, dtype=torch.bfloat16, **features):
 def check_short_maps(heads, device, features):
     """Blocks of 64 keys, some of them with holes; a query block that sees none."""
     given = short(heads, device, seqlen_q=128, seqlen_k=400, **features)
-    block_map = torch.rand(1, heads, 2, 7) < 0.5
+    block_map = torch.rand(1, heads, 2, 7, device=device) < 0.5
     block_map[:, 0, 0] = False
-    mask = flash_attn.BlockSparseMask.from_block_map(block_map.to(device), 64)
-    q, k, v, _ = given.draw()
-    visible = reference.expand_block_map(block_map.to(device), (64, 64), 128, 400)
-    with torch.no_grad():
-        out, lse, _ = flash_attn.flash_attn_block_sparse_func(q, k, v, mask, return_attn_probs=True,
-                                                              **given.features())
-    Expected(given.attend(visible), q, k, v).check(out=out, lse=lse)
-    mask = (torch.rand(1, heads, 128, 400) < 0.8).to(device)
-    with torch.no_grad():
-        out, lse, _ = given.call(q, k, v, attn_mask=mask, return_attn_probs=True)
-    Expected(given.attend(mask), q, k, v).check(out=out, lse=lse)
+    check(given, block_map=block_map, block_size=(64, 64))
+    inputs, mask = given.draw(), torch.rand(1, heads, 128, 400, device=device) < 0.8
+    Expected(given.attend(mask), *inputs).check(**vars(given.run(inputs, attn_mask=mask)))
 
 
 def check_short_growing_scores(heads, device):
