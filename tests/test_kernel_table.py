@@ -311,6 +311,12 @@ def test_splits_of_few_queries(blocks, key_tiles, splits):
     assert _C.splits_for_few(blocks, key_tiles, 132, 3) == splits
 
 
+@pytest.mark.parametrize("blocks,key_tiles,splits", [(64, 128, 6), (64, 64, 6), (256, 64, 1), (8, 1, 1)])
+def test_splits_of_few_queries_in_pages(blocks, key_tiles, splits):
+    """The same of keys in pages."""
+    assert _C.splits_for_few(blocks, key_tiles, 132, 3, pages=True) == splits
+
+
 def test_splits_for_nothing():
     assert _C.splits_for(0, 100, 132, 2) == _C.splits_for_few(0, 100, 132, 2) == 1
 

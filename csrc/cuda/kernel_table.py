@@ -14,7 +14,7 @@ SINGLE = ("float32",)
 
 @dataclass(frozen=True)
 class Forward:
-    """Fields and order of csrc/cuda/sm80/forward.cuh's configuration."""
+    """Fields and order of csrc/cuda/sm80/forward_shared.cuh's configuration."""
 
     head_dim: int  # padded on chip to this: queries, keys and values
     query_tile: int

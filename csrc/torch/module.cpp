@@ -161,10 +161,10 @@ PYBIND11_MODULE(_C, module) {
         "plan", plans, pybind11::arg("sizes"), pybind11::arg("device"),
         "What forward and backward of these sizes would run on a device (a row of devices(); None: the CPU), "
         "and why not the others.");
-    for (const auto& [name, splits] : {std::pair{"splits_for", &cuda::splits_for},
-                                       std::pair{"splits_for_few", &cuda::splits_for_few}})
-        module.def(name, splits, pybind11::arg("blocks"), pybind11::arg("key_tiles"),
-                   pybind11::arg("multiprocessors"), pybind11::arg("resident"));
+    module.def("splits_for", &cuda::splits_for, pybind11::arg("blocks"), pybind11::arg("key_tiles"),
+               pybind11::arg("multiprocessors"), pybind11::arg("resident"));
+    module.def("splits_for_few", &cuda::splits_for_few, pybind11::arg("blocks"), pybind11::arg("key_tiles"),
+               pybind11::arg("multiprocessors"), pybind11::arg("resident"), pybind11::arg("pages") = false);
     module.def("register_gradient_node", register_gradient_node,
                "Gives torch's overrideable attention operator our kernels: operators.py asks, once.");
     module.attr("compiler") = __VERSION__;

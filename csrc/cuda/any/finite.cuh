@@ -22,9 +22,11 @@ __device__ __forceinline__ bool has_bad_element(uint32_t tile) {
                                                         : 0x04000400;
     const auto carry = [](uint32_t word) { return (word & exponent) + one; };
     uint32_t carries = 0, zeros = 0;  // of a pair: 0 times every element, and so NaN for ever
+    const uint32_t first = tile + threadIdx.x * 16;
+    static_assert(Tile::bytes % (kThreads * 16) == 0);
 #pragma unroll 4
-    for (int i = threadIdx.x * 16; i < Tile::bytes; i += kThreads * 16) {
-        const uint4 x = load_shared_16(tile + i);
+    for (int i = 0; i < Tile::bytes; i += kThreads * 16) {
+        const uint4 x = load_shared_16(first + i);
         for (const uint32_t word : {x.x, x.y, x.z, x.w})
             if constexpr (dtype == DType::float32)
                 carries |= carry(word);
@@ -64,6 +66,18 @@ __device__ __forceinline__ void clear_bad_elements(uint32_t tile, uint32_t* bad_
         store_shared(place, clean);
         atomicOr(&bad_rows[row / 32], 1u << row % 32);
     });
+}
+
+// Which of the lane's columns of a fragment, whose first one is `first`, are noted in `bad`: a bit each.
+template <class Scores>
+__device__ __forceinline__ uint32_t bad_columns(const uint32_t* bad, int first) {
+    uint32_t columns = 0;
+#pragma unroll 1
+    for (int column = 0; column < Scores::columns; ++column) {
+        const int j = first + Scores::column(column);
+        columns |= (bad[j / 32] >> j % 32 & 1) << column;
+    }
+    return columns;
 }
 
 // All of the block's kThreads threads; the tiles, which share their rows, are whole on entry and on return.

@@ -36,14 +36,23 @@ struct Pages {
 // The pages of the next kRows rows, asked for while the rows before them are copied: lane i has the i'th one.
 template <int kRows>
 struct PagesAhead {
-    Position row = -1, page;
+    Position row = -1, inside;  // the first one, in the cache and in its page
+    Position page, last_page;
     int32_t entry;
 
-    // Of rows before `end`.
+    // Of rows before `end`. Divisions would be a tenth of a tile's time, so the next tile's does without.
     __device__ __forceinline__ void ask(const Pages& pages, Position first, Position end) {
+        if (first == row + kRows) {
+            inside += kRows;
+#pragma unroll 1
+            for (; inside >= pages.page_size; ++page) inside -= pages.page_size;
+        } else {
+            page = pages.page_of(first);
+            inside = first + pages.first_row - page * pages.page_size;
+            last_page = pages.page_of(end - 1);
+        }
         row = first;
-        page = pages.page_of(first);
-        entry = pages.table[min(page + lane_index(), pages.page_of(end - 1))];
+        entry = pages.table[min(page + lane_index(), last_page)];
     }
 };
 
@@ -141,15 +150,14 @@ __device__ __forceinline__ void load_elements(uint32_t tile, const Rows& from, P
 }
 
 // Copies of whole tiles by two instructions a chunk, for the loops over tiles that nearly all are whole. What
-// does not change from tile to tile stays in registers: where this thread's chunk of row 0 lies.
-template <int kThreads, class Tile>
+// does not change from tile to tile stays in registers: where this thread's chunk of row 0 lies, unless
+// kFrugal.
+template <int kThreads, class Tile, bool kFrugal = false>
 class WholeTiles {
   public:
     template <class Element>
     __device__ __forceinline__ explicit WholeTiles(const HeadRows<const Element>& rows)
-        : source_(reinterpret_cast<const char*>(rows.data + Threads::first_row() * rows.row_stride +
-                                                Threads::chunk() * Tile::chunk_elements)),
-          usable_(is_whole(rows) && !rows.paged) {}
+        : source_(kFrugal ? nullptr : place_of(rows)), usable_(is_whole(rows) && !rows.paged) {}
 
     __device__ __forceinline__ bool usable() const { return usable_; }
 
@@ -160,13 +168,15 @@ class WholeTiles {
                (rows.pages.page_size | rows.pages.first_row) % Threads::row_step == 0;
     }
 
-    // Starts the copies of rows [first, first + Tile::rows), which all exist. row_stride: of the head's rows.
-    __device__ __forceinline__ void load(uint32_t tile, Position first, int row_stride) const {
+    // Starts the copies of rows [first, first + Tile::rows), which all exist. row_stride: of the rows.
+    template <class Element>
+    __device__ __forceinline__ void load(uint32_t tile, const HeadRows<const Element>& rows, Position first,
+                                         int row_stride) const {
         static_assert(Threads::row_step % 8 == 0);  // so that one step's permutation serves all
         const uint32_t place = tile + Tile::offset(Threads::first_row(), 0, Threads::chunk());
         const int64_t row_bytes = int64_t(row_stride) * Tile::element_bytes,
                       step_bytes = row_bytes * Threads::row_step;
-        const char* source = source_ + first * row_bytes;
+        const char* source = kFrugal ? place_of(rows, first) : source_ + first * row_bytes;
 #pragma unroll
         for (int step = 0; step < Threads::steps; ++step, source += step_bytes)
 #pragma unroll
@@ -182,16 +192,17 @@ class WholeTiles {
         static_assert(Tile::rows / 16 < 32);
         const uint32_t place = tile + Tile::offset(Threads::first_row(), 0, Threads::chunk());
         const Pages& pages = rows.pages;
+        const int32_t existing = int32_t(pages.existing(ahead.entry));
         int page = 0;
-        Position inside = ahead.row + pages.first_row - ahead.page * pages.page_size;
+        Position inside = ahead.inside;
         const Element* const of_thread =
             rows.data + Threads::first_row() * rows.row_stride + Threads::chunk() * Tile::chunk_elements;
         // All of them first: what stands behind a copy is read again.
         const Element* sources[Threads::steps];
 #pragma unroll
         for (int step = 0; step < Threads::steps; ++step) {
-            const int32_t entry = __shfl_sync(0xffffffff, ahead.entry, page);
-            sources[step] = of_thread + pages.existing(entry) * rows.page_stride + inside * rows.row_stride;
+            const int64_t entry = __shfl_sync(0xffffffff, existing, page);
+            sources[step] = of_thread + entry * rows.page_stride + inside * rows.row_stride;
             inside += Threads::row_step;
             if (inside == pages.page_size) inside = 0, ++page;
         }
@@ -211,13 +222,22 @@ class WholeTiles {
         return Tile::rows % Threads::row_step == 0 && rows.vectors && rows.head_dim == Tile::columns;
     }
 
+    // Of this thread's first chunk of a tile that starts at row `first`.
+    template <class Element>
+    __device__ __forceinline__ static const char* place_of(const HeadRows<const Element>& rows,
+                                                           Position first = 0) {
+        return reinterpret_cast<const char*>(rows.data + (first + Threads::first_row()) * rows.row_stride +
+                                             Threads::chunk() * Tile::chunk_elements);
+    }
+
     const char* source_;
-    bool usable_;
+    std::conditional_t<kFrugal, int, bool> usable_;  // which of the two spills less
 };
 
 // Starts the copies of rows [first, first + Tile::rows); the caller commits and waits. Where rows are not
 // vectors the copy is done on return, and seen by other threads after the barrier that follows the wait.
-template <int kThreads, class Tile, class Rows>
+// kMayBeWhole: not for who has asked WholeTiles already.
+template <int kThreads, class Tile, bool kMayBeWhole = true, class Rows>
 __device__ __forceinline__ void load_tile(uint32_t tile, const Rows& from, Position first, Interval seen) {
     using Threads = TileThreads<Tile, kThreads>;
     if (!from.vectors) {
@@ -225,10 +245,10 @@ __device__ __forceinline__ void load_tile(uint32_t tile, const Rows& from, Posit
         return;
     }
     // Nearly all tiles are whole; the others pay for their tests.
-    if constexpr (Rows::strided) {
+    if constexpr (Rows::strided && kMayBeWhole) {
         const WholeTiles<kThreads, Tile> whole(from);
         if (whole.usable() && seen.begin <= first && seen.end >= first + Tile::rows) {
-            whole.load(tile, first, int(from.row_stride));
+            whole.load(tile, from, first, int(from.row_stride));
             return;
         }
     }

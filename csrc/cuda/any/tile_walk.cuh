@@ -30,21 +30,22 @@ class TileWalk {
         __syncwarp();
     }
 
-    __device__ __forceinline__ bool more() const { return first_ < end_; }
-    __device__ __forceinline__ Position first() const { return first_; }
+    __device__ __forceinline__ bool more() const { return first() < end_; }
+    __device__ __forceinline__ Position first() const { return at_ & -kAligned; }
     // What of the tile exists and some row sees.
     __device__ __forceinline__ Interval seen(const SchedulePlace& place) const {
-        return intersection({first_, first_ + kTile}, {place.run.begin, place.run.end});
+        return intersection({first(), first() + kTile}, {place.run.begin, place.run.end});
     }
     // All of the tile is in its run.
-    __device__ __forceinline__ bool whole() const { return !cut_ && first_ + kTile <= end_; }
+    __device__ __forceinline__ bool whole() const { return !(at_ & kCut) && first() + kTile <= end_; }
     // Some row of the block's tile does not see some position of this one.
-    __device__ __forceinline__ bool masked() const { return run_masked_ || !whole(); }
+    __device__ __forceinline__ bool masked() const {
+        return at_ & (kCut | kMasked) || first() + kTile > end_;
+    }
 
     __device__ __forceinline__ void advance(SchedulePlace& place) {
-        first_ += kTile;
-        cut_ = false;
-        if (first_ >= end_) next_run(place);
+        at_ = (at_ & ~kCut) + kTile;
+        if (!more()) next_run(place);
     }
 
   private:
@@ -56,15 +57,16 @@ class TileWalk {
     }
 
     __device__ __forceinline__ void enter(const Run& run) {
-        first_ = run.begin / kTile * kTile;
+        const int cut = run.begin % kTile;
+        at_ = (run.begin - cut) | (run.masked ? kMasked : 0) | (cut ? kCut : 0);
         end_ = run.end;
-        run_masked_ = run.masked;
-        cut_ = first_ < run.begin;
     }
 
-    Position first_, end_;
-    bool run_masked_;
-    bool cut_;  // the run begins within the tile
+    // In at_'s low bits, which a tile's first position leaves free: the run is masked, begins in the tile.
+    static constexpr Position kMasked = 1, kCut = 2, kAligned = kTile & -kTile;
+    static_assert(kAligned > (kMasked | kCut));
+
+    Position at_, end_;
 };
 
 }  // namespace flash::cuda

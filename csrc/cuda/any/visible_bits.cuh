@@ -42,9 +42,12 @@ struct VisibleBits {
             uint32_t bits[words];
             load(bits, from);
 #pragma unroll
-            for (int i = 0; i < Scores::columns; ++i) {
-                const uint32_t word = bits[i / (2 * in_word)] >> (key % 32 + lane_index() % 4 * 2);
-                if (!(word & 1u << (i / 2 % in_word * 8 + i % 2))) hide(r, i);
+            for (int w = 0; w < words; ++w) {
+                // Opaque: else the bits that are tested would be shifted instead, and kept for all tiles.
+                const uint32_t word = opaque(bits[w] >> (key % 32 + lane_index() % 4 * 2));
+#pragma unroll
+                for (int i = 0; i < 2 * in_word; ++i)
+                    if (!(word & 1u << (i / 2 * 8 + i % 2))) hide(r, w * 2 * in_word + i);
             }
         }
     }

@@ -64,6 +64,7 @@ class BackwardTile {
         const Interval keys = shared_.tile.rows;
         dk_.clear();
         dv_.clear();
+        note_bad_keys(false);
         // A partial tile of keys is masked throughout: an empty key's score of 0 may be far above lse.
         const bool partial = keys.begin > shared_.tile.first || keys.end < shared_.tile.first + c.key_tile;
         uint32_t tile = 0;  // how many are done, of all heads
@@ -94,7 +95,7 @@ class BackwardTile {
                 const bool early = scores_first && tile == 0 && shared_.loaded_early && !now.masked;
                 if (!early) wait_full(tile);
                 if (!drifts && c.stages > 1) load_queries(head, walk, tile + 1);
-                if (tile == 0 && (partial || may_hide())) bad_keys_ = exclude_bad_keys();
+                if (tile == 0 && (partial || may_hide())) note_bad_keys(exclude_bad_keys());
                 if (now.masked && may_be_bad(stage)) now.bad_queries = exclude_bad_queries(stage);
                 differentiate_scores(head, now, tile, early);
                 arrive(shared_.ready);
@@ -214,6 +215,12 @@ class BackwardTile {
                                                          address(shared_.dout[stage]));
     }
 
+    __device__ __forceinline__ void note_bad_keys(bool any) {
+        __syncwarp();
+        if (lane_index() == 0) shared_.has_bad_keys[warp()] = any;
+        __syncwarp();
+    }
+
     __device__ __forceinline__ bool exclude_bad_keys() {
         return clear_bad_rows<dtype, threads, KeyTile>(shared_.bad_keys, address(shared_.k));
     }
@@ -239,7 +246,8 @@ class BackwardTile {
         differentiate<features>(s, dp, constants, head.transform, head.dropout, head.addend,
                                 {part.first + row, shared_.tile.first + column, shared_.mask.diagonal(),
                                  problem_.forward.dropout_threshold != 0});
-        if (part.bad_queries || bad_keys_) mark_bad(s, dp, head, part, row, column);
+        const bool bad_keys = shared_.has_bad_keys[warp()];
+        if (part.bad_queries || bad_keys) mark_bad(s, dp, head, part, bad_keys, row, column);
         if (part.masked) mask(s, dp, part, row, column);
         if (part.partial && head.addend.visible.rows)
             head.addend.visible.template each_hidden<Scores>(
@@ -274,7 +282,7 @@ class BackwardTile {
 
     // A visible score is NaN if its row of Q, dO or K was not finite.
     __device__ __forceinline__ void mark_bad(Scores& p, Scores& ds, const BackwardHead<dtype>& head,
-                                             const Part& part, int row0, int column0) const {
+                                             const Part& part, bool bad_keys, int row0, int column0) const {
         // Else places of bits would be kept throughout.
         row0 = int(opaque(uint32_t(row0)));
         column0 = int(opaque(uint32_t(column0)));
@@ -286,7 +294,7 @@ class BackwardTile {
 #pragma unroll
             for (int column = 0; column < Scores::columns; ++column) {
                 const int j = column0 + Scores::column(column);
-                const bool bad = bad_row || (bad_keys_ && shared_.bad_keys[j / 32] >> j % 32 & 1);
+                const bool bad = bad_row || (bad_keys && shared_.bad_keys[j / 32] >> j % 32 & 1);
                 if (!bad || !keys.contains(shared_.tile.first + j)) continue;
                 if (features != Features::all ||
                     !head.addend.bias_hides(part.first + i, shared_.tile.first + j))
@@ -366,7 +374,6 @@ class BackwardTile {
     BackwardPlan<dtype, c> plan_;
     const DqSums& dq_sums_;
     const WalkParts& parts_;
-    bool bad_keys_ = false;
     Gradient dk_, dv_;
 };
 

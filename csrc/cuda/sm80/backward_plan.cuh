@@ -62,6 +62,7 @@ struct BackwardShared {
     uint32_t bad_queries[(c.query_tile + 31) / 32];  // rows of Q or dO that are not finite, a bit each
     uint32_t bad_keys[(c.key_tile + 31) / 32];
     bool finishes_dq, loaded_early, is_whole;
+    bool has_bad_keys[c.warps];  // each warp's own: all say the same
 
     // Thread 0's plan.
     TileOrder::Place place;

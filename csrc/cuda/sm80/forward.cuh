@@ -22,25 +22,10 @@
 #include "../tile/warp_product.h"
 #include "../any/finite.cuh"
 #include "../any/query_rows.cuh"
-#include "key_stages.cuh"
+#include "forward_shared.cuh"
 #include "score_gradient.cuh"
 
 namespace flash::cuda::sm80 {
-
-struct ForwardConfiguration {
-    int head_dim, query_tile, key_tile, warps, blocks, columns, bias, retries, few, one_wave;
-};
-
-template <DType dtype, ForwardConfiguration c>
-struct ForwardShared {
-    alignas(128) char q[c.query_tile * c.head_dim * element_bytes(dtype)];  // at the end O
-    KeyStages<dtype, c.key_tile, c.head_dim, 2> keys;
-    alignas(128) char p[c.columns > 1 ? c.query_tile * c.key_tile * element_bytes(dtype) : 16];
-    float exchange[c.warps][c.columns > 1 ? c.query_tile * c.columns / c.warps : 1];
-    bool beyond[c.warps];
-    uint32_t bad_keys[(c.key_tile + 31) / 32];  // keys whose value is not finite, a bit each
-    QueryPlan<dtype, c.warps> plan;
-};
 
 // careful: values that are not finite are kept from the rows that don't see them, tile by tile.
 template <DType dtype, ForwardConfiguration c, Features features,
@@ -70,6 +55,7 @@ class ForwardTile {
     // tile: how many tiles have come through the stages before.
     __device__ __forceinline__ void run(uint32_t tile = 0) {
         out_.clear();
+        note_maxima(kUnsettled);
         TileWalk<c.key_tile> walk(shared_.plan.warp(), shared_.plan.start);
         const Pipeline pipeline(shared_.keys, problem_, shared_.plan);
         pipeline.begin(loaded_early_, tile, walk);
@@ -98,15 +84,16 @@ class ForwardTile {
             transform(scores, key, bias);
             if (sees == Sees::part) mask(scores, key, walk.seen(shared_.plan.warp()));
             if (bad) spoil_rows(scores);
+            uint32_t maxima = shared_.maxima[warp()];  // on its way beside the copies
             if (!too_low) next();
             const bool follows = !optimistic || sees == Sees::part || (c.few && problem_.alibi_slopes);
-            if (follows || too_low || !settled_)
-                follow_maximum(scores, [&](int r, float maximum) {
+            if (follows || too_low || maxima & kUnsettled)
+                maxima = follow_maximum(scores, maxima, [&](int r, float maximum) {
                     return !softmax_[r].settled() || too_low >> r & 1 ||
                            (follows && maximum > softmax_[r].row_max + kRise);
                 });
             float sums[Scores::rows];
-            exponentiate(scores, sums);
+            exponentiate(scores, sums, maxima & kRounds);
             if (has_dropout())
                 drop(scores, shared_.plan.dropout, shared_.plan.tile.first + warp_row(), key + warp_key());
             const auto p = left_operand(scores);
@@ -142,7 +129,8 @@ class ForwardTile {
     static constexpr int warp_values = c.head_dim / c.columns;
     using QueryTile = SmemTile<c.query_tile, c.head_dim, element_bytes(dtype)>;
     using KeyTile = SmemTile<c.key_tile, c.head_dim, element_bytes(dtype)>;
-    using Pipeline = KeyPipeline<dtype, c.key_tile, c.head_dim, c.warps, 2, (c.columns > 1), c.few != 0>;
+    using Pipeline = KeyPipeline<dtype, c.key_tile, c.head_dim, c.warps, (c.key_tile > 64 && !c.few), 2,
+                                 (c.columns > 1), c.few != 0>;
     using ScoreTile = SmemTile<c.query_tile, c.key_tile, element_bytes(dtype)>;
     using Scores = Fragment<warp_rows, warp_keys>;
     using Output = Fragment<warp_rows, warp_values>;
@@ -157,6 +145,8 @@ class ForwardTile {
     static constexpr float kLargestSum = 1 << 15;
     // Scores whose rounding errors matter as exponents.
     static constexpr float kHuge = 1 << 22;
+    // Of a warp's rows one has no maximum, one's is beyond kHuge.
+    static constexpr uint32_t kUnsettled = 1, kRounds = 2;
 
     __device__ __forceinline__ uint32_t q_address() const { return shared_address(shared_.q); }
     __device__ __forceinline__ uint32_t p_address() const { return shared_address(shared_.p); }
@@ -306,7 +296,7 @@ class ForwardTile {
 
     // The maxima of the rows that move(row, its tile's maximum) names take in the tile, and O follows them.
     template <class Move>
-    __device__ __forceinline__ void follow_maximum(const Scores& s, const Move& move) {
+    __device__ __forceinline__ uint32_t follow_maximum(const Scores& s, uint32_t maxima, const Move& move) {
         float largest[Scores::rows];
 #pragma unroll
         for (int r = 0; r < Scores::rows; ++r) largest[r] = s.at(r, 0);
@@ -322,7 +312,7 @@ class ForwardTile {
             moves[r] = move(r, largest[r]);
             any |= moves[r];
         }
-        if (!__any_sync(0xffffffff, any)) return;
+        if (!__any_sync(0xffffffff, any)) return maxima;
 #pragma unroll
         for (int r = 0; r < Scores::rows; ++r)
             out_.scale_row(r, moves[r] ? softmax_[r].update(largest[r]) : 1);
@@ -332,16 +322,25 @@ class ForwardTile {
             unsettled |= !softmax_[r].settled();
             rounds |= fabsf(softmax_[r].reference()) > kHuge;
         }
-        settled_ = !__any_sync(0xffffffff, unsettled);
-        rounds_ = __any_sync(0xffffffff, rounds);
+        return note_maxima((__any_sync(0xffffffff, unsettled) ? kUnsettled : 0) |
+                           (__any_sync(0xffffffff, rounds) ? kRounds : 0));
+    }
+
+    // In shared memory, where they take no register from the loop.
+    __device__ __forceinline__ uint32_t note_maxima(uint32_t maxima) const {
+        if (!optimistic) return 0;
+        __syncwarp();
+        if (lane_index() == 0) shared_.maxima[warp()] = uint8_t(maxima);
+        __syncwarp();
+        return maxima;
     }
 
     // Scores become probabilities relative to the maximum. The product with unit() is not rounded before the
     // subtraction: nothing to be seen of it, unless the scores are so large that their rounding errors are
     // exponents. Then they are rounded as the maximum was, and the largest probability is 1.
-    __device__ __forceinline__ void exponentiate(Scores& s, float (&sums)[Scores::rows]) const {
+    __device__ __forceinline__ void exponentiate(Scores& s, float (&sums)[Scores::rows], bool rounds) const {
         float factor = unit();
-        if (optimistic && rounds_) {
+        if (optimistic && rounds) {
 #pragma unroll
             for (int r = 0; r < Scores::rows; ++r)
 #pragma unroll
@@ -403,12 +402,7 @@ class ForwardTile {
 
     // O of a row that sees such a key is NaN from here on.
     __device__ __forceinline__ void spoil_rows(const Scores& s) {
-        uint32_t bad = 0;  // the lane's columns
-#pragma unroll 1
-        for (int column = 0; column < Scores::columns; ++column) {
-            const int j = warp_key() + Scores::column(column);
-            bad |= (shared_.bad_keys[j / 32] >> j % 32 & 1) << column;
-        }
+        const uint32_t bad = bad_columns<Scores>(shared_.bad_keys, warp_key());
         float sees[Scores::rows];
 #pragma unroll
         for (int r = 0; r < Scores::rows; ++r) {
@@ -420,14 +414,11 @@ class ForwardTile {
         row_maxima(sees);
 #pragma unroll
         for (int r = 0; r < Scores::rows; ++r)
-#pragma unroll
-            for (int column = 0; column < Output::columns; ++column)
-                if (sees[r] != 0) out_.at(r, column) = __int_as_float(0x7fffffff);
+            if (sees[r] != 0) out_.scale_row(r, __int_as_float(0x7fffffff));
     }
 
     __device__ __forceinline__ void store() {
-        float keep_scale = 1;
-        if (has_dropout()) keep_scale = float(shared_.plan.dropout.keep_scale());
+        const float keep_scale = has_dropout() ? float(shared_.plan.dropout.keep_scale()) : 1;
         float sums[Scores::rows];
 #pragma unroll
         for (int r = 0; r < Scores::rows; ++r) sums[r] = quad_sum(softmax_[r].row_sum);
@@ -491,8 +482,6 @@ class ForwardTile {
     const double& natural_;
     const QueryRows<(c.few != 0)> rows_;
     OnlineSoftmax<GpuMath> softmax_[Scores::rows];
-    bool settled_ = false;  // every row of the warp has a maximum
-    bool rounds_ = false;   // one is beyond kHuge
     bool loaded_early_ = false;
     Output out_;
 };

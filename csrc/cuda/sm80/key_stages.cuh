@@ -20,16 +20,17 @@ struct KeyStages {
 };
 
 // Every thread of the block has one; tiles are counted from 0 in the order in which they are visited.
-// kValuesApart: wait_keys() does not wait for the values; to look at two barriers takes registers. kPages:
-// whole tiles in pages have a path of their own.
-template <DType dtype, int kRows, int kColumns, int kWarps, int kStages = 2, bool kValuesApart = false,
-          bool kPages = false>
+// kFrugal: for loops whose products take all registers. kValuesApart: wait_keys() does not wait for the
+// values; to look at two barriers takes registers. kPages: whole tiles in pages have a path of their own.
+template <DType dtype, int kRows, int kColumns, int kWarps, bool kFrugal, int kStages = 2,
+          bool kValuesApart = false, bool kPages = false>
 class KeyPipeline {
   public:
     using Stages = KeyStages<dtype, kRows, kColumns, kStages>;
     using Plan = QueryPlan<dtype, kWarps>;
     using Tile = SmemTile<kRows, kColumns, element_bytes(dtype)>;
     static constexpr int threads = kWarps * 32;
+    using Whole = WholeTiles<threads, Tile, kFrugal>;
 
     // By one thread, before a __syncthreads.
     __device__ static void start_barriers(const Stages& shared) {
@@ -54,16 +55,17 @@ class KeyPipeline {
         const int64_t entry = tile.sequence.key_entry;
         const HeadRows<const Bits<dtype>> k(problem.k, entry, first, tile.key_head, problem.head_dim);
         const HeadRows<const Bits<dtype>> v(problem.v, entry, first, tile.key_head, problem.head_dim_v);
-        const WholeTiles<threads, Tile> keys(k), values(v);
+        const Whole keys(k), values(v);
         if (!keys.usable() || !values.usable()) return false;
-        keys.load(shared_address(shared.stages[0].k), key, int(problem.k.row_stride));
+        keys.load(shared_address(shared.stages[0].k), k, key, int(problem.k.row_stride));
         if (kValuesApart) cp_async_commit();
-        values.load(shared_address(shared.stages[0].v), key, int(problem.v.row_stride));
+        values.load(shared_address(shared.stages[0].v), v, key, int(problem.v.row_stride));
         return true;
     }
 
     __device__ __forceinline__ KeyPipeline(Stages& shared, const ForwardProblem& problem, const Plan& plan)
-        : shared_(shared), problem_(problem), plan_(plan), keys_(plan.keys), values_(plan.values) {}
+        : shared_(shared), problem_(problem), plan_(plan), keys_(plan.keys), values_(plan.values),
+          usable_pages_(kPages && Whole::usable_pages(plan.keys) && Whole::usable_pages(plan.values)) {}
 
     // A walk's first tile, unless load_early() has asked for it. Where there is none: waits for all that the
     // block has copied, as results take the place of the queries.
@@ -88,20 +90,19 @@ class KeyPipeline {
     __device__ __forceinline__ void load(uint32_t tile, const TileWalk<kRows>& walk) const {
         if (!walk.more()) return;
         mbarrier_wait(of_tile(shared_.empty, tile), tile / kStages % 2 ^ 1);
-        const bool whole = walk.whole(), pages = kPages && whole && keys_.usable_pages(plan_.keys) &&
-                                                 values_.usable_pages(plan_.values);
+        const bool whole = walk.whole(), pages = whole && usable_pages_;
         if (pages && ahead_.row != walk.first()) ahead_.ask(plan_.keys.pages, walk.first(), plan_.slice.end);
         if (whole && keys_.usable())
-            keys_.load(k_address(tile), walk.first(), int(problem_.k.row_stride));
+            keys_.load(k_address(tile), plan_.keys, walk.first(), int(problem_.k.row_stride));
         else if (pages)
-            keys_.load_pages(k_address(tile), ahead_, plan_.keys);
+            Whole::load_pages(k_address(tile), ahead_, plan_.keys);
         else
             load_partial(k_address(tile), plan_.keys, walk);
         if (kValuesApart) mbarrier_arrive_behind_copies(of_tile(shared_.keys_full, tile));
         if (whole && values_.usable())
-            values_.load(v_address(tile), walk.first(), int(problem_.v.row_stride));
+            values_.load(v_address(tile), plan_.values, walk.first(), int(problem_.v.row_stride));
         else if (pages)
-            values_.load_pages(v_address(tile), ahead_, plan_.values);
+            Whole::load_pages(v_address(tile), ahead_, plan_.values);
         else
             load_partial(v_address(tile), plan_.values, walk);
         mbarrier_arrive_behind_copies(of_tile(shared_.values_full, tile));
@@ -138,13 +139,14 @@ class KeyPipeline {
 
     __device__ __forceinline__ void load_partial(uint32_t place, const HeadRows<const Bits<dtype>>& rows,
                                                  const TileWalk<kRows>& walk) const {
-        load_tile<threads, Tile>(place, rows, walk.first(), walk.seen(plan_.warp()));
+        load_tile<threads, Tile, false>(place, rows, walk.first(), walk.seen(plan_.warp()));
     }
 
     Stages& shared_;
     const ForwardProblem& problem_;
     const Plan& plan_;
-    WholeTiles<threads, Tile> keys_, values_;
+    const Whole keys_, values_;
+    const bool usable_pages_;
     mutable PagesAhead<kRows> ahead_;
 };
 

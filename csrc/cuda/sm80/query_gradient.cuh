@@ -47,13 +47,14 @@ class QueryGradientTile {
         for (uint32_t tile = 0; walk.more(); ++tile) {
             pipeline.wait_keys(tile);
             const bool has_bias = features == Features::all && shared_.plan.addend.bias;
-            const Part part{walk.first(), walk.seen(shared_.plan.warp()), walk.masked() || has_bias,
-                            walk.masked() && shared_.plan.warp().run.partial};
             const uint32_t k = pipeline.k_address(tile);
-            const bool bad = part.masked && clear_bad_rows<dtype, threads, KeyTile>(shared_.bad_keys, k);
-            walk.advance(shared_.plan.warp());
+            const bool bad =
+                (walk.masked() || has_bias) && clear_bad_rows<dtype, threads, KeyTile>(shared_.bad_keys, k);
             Scores s, ds;
             multiply_scores(s, ds, k, pipeline.v_address(tile));
+            const Part part{walk.first(), walk.seen(shared_.plan.warp()), walk.masked() || has_bias,
+                            walk.masked() && shared_.plan.warp().run.partial};
+            walk.advance(shared_.plan.warp());
             if (c.stages > 1) pipeline.load(tile + 1, walk);
             differentiate_scores(s, ds, part, bad);
             const RegisterOperand<dtype, warp_rows, c.key_tile> operand(ds);
@@ -69,7 +70,7 @@ class QueryGradientTile {
     static constexpr int warp_rows = c.query_tile / c.warps;
     using QueryTile = SmemTile<c.query_tile, c.head_dim, element_bytes(dtype)>;
     using KeyTile = SmemTile<c.key_tile, c.head_dim, element_bytes(dtype)>;
-    using Pipeline = KeyPipeline<dtype, c.key_tile, c.head_dim, c.warps, c.stages>;
+    using Pipeline = KeyPipeline<dtype, c.key_tile, c.head_dim, c.warps, (c.query_tile > 64), c.stages>;
     using Scores = Fragment<warp_rows, c.key_tile>;
 
     // A tile of keys: where it starts, which of them exist and may be seen.
@@ -104,9 +105,9 @@ class QueryGradientTile {
         s.clear();
         dp.clear();
         multiply_rows_by_rows<dtype, QueryTile, KeyTile>(
-            s, QueryTile::lane_rows_first(shared_address(shared_.q)) + rows, KeyTile::lane_columns_first(k));
+            s, QueryTile::lane_rows_first(shared_address(shared_.q) + rows), KeyTile::lane_columns_first(k));
         multiply_rows_by_rows<dtype, QueryTile, KeyTile>(
-            dp, QueryTile::lane_rows_first(shared_address(shared_.dout)) + rows,
+            dp, QueryTile::lane_rows_first(shared_address(shared_.dout) + rows),
             KeyTile::lane_columns_first(v));
     }
 
@@ -128,17 +129,20 @@ class QueryGradientTile {
 
     // Zero where invisible, NaN where a key that is seen is not finite.
     __device__ __forceinline__ void mask(Scores& ds, const Part& part, Position query, bool bad) const {
+        const uint32_t bad_keys = bad ? bad_columns<Scores>(shared_.bad_keys, 0) : 0;
 #pragma unroll
         for (int r = 0; r < Scores::rows; ++r) {
             const Interval keys = intersection(shared_.plan.visible(query + Scores::row(r)), part.seen);
+            const int first = part.first + Scores::column(0);
+            const int begin = keys.begin - first, end = keys.end - first;
 #pragma unroll
             for (int column = 0; column < Scores::columns; ++column) {
-                const int j = Scores::column(column);
-                if (!keys.contains(part.first + j))
+                const int after = Scores::columns_before(column);
+                if (after < begin || after >= end)
                     ds.at(r, column) = 0;
-                else if (bad && shared_.bad_keys[j / 32] >> j % 32 & 1 &&
+                else if (bad_keys >> column & 1 &&
                          !(features == Features::all &&
-                           shared_.plan.addend.bias_hides(query + Scores::row(r), part.first + j)))
+                           shared_.plan.addend.bias_hides(query + Scores::row(r), first + after)))
                     ds.at(r, column) = __int_as_float(0x7fffffff);
             }
         }

@@ -35,6 +35,8 @@ struct Fragment {
     __device__ __forceinline__ float at(int r, int c) const { return value[r / 2][c / 2][r % 2 * 2 + c % 2]; }
 
     __device__ __forceinline__ static int row(int r) { return r / 2 * 16 + r % 2 * 8 + lane_index() / 4; }
+    // Columns from the lane's first one to its c'th one: the same for all lanes.
+    __device__ __forceinline__ static constexpr int columns_before(int c) { return c / 2 * 8 + c % 2; }
     __device__ __forceinline__ static int column(int c) { return c / 2 * 8 + lane_index() % 4 * 2 + c % 2; }
     static constexpr int columns = 2 * column_tiles;  // that one lane holds
 
