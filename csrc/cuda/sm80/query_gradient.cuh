@@ -58,8 +58,11 @@ class QueryGradientTile {
             if (c.stages > 1) pipeline.load(tile + 1, walk);
             differentiate_scores(s, ds, part, bad);
             const RegisterOperand<dtype, warp_rows, c.key_tile> operand(ds);
-            multiply_registers_by_columns<dtype, KeyTile>(dq_, operand, KeyTile::lane_rows_first(k));
-            pipeline.leave(tile);
+            // Opaque: else where this tile lies would be kept from its first products on.
+            const uint32_t same = opaque(tile);
+            multiply_registers_by_columns<dtype, KeyTile>(
+                dq_, operand, KeyTile::lane_rows_first(pipeline.k_address(same)));
+            pipeline.leave(same);
             if (c.stages == 1) pipeline.load(tile + 1, walk);
         }
         store();
