@@ -83,10 +83,9 @@ def check_kernels(folder):
 
 
 @pytest.mark.parametrize("features,stack,stores,loads,more,word", [
-    (0, 0, 0, 0, "", None), (0, 64, 0, 0, "", None), (0, 16, 8, 12, "", None),
-    (0, 160, 150, 150, "", "spills 300 bytes"), (2, 160, 150, 150, "", None),
-    (1, 600, 600, 600, "", "spills 1200"),
-    (0, 88, 72, 84, CALLED.format(spilled=138), None),
+    (0, 0, 0, 0, "", None), (0, 64, 0, 0, "", None), (0, 16, 8, 12, "", "spills 20 bytes"),
+    (2, 160, 150, 150, "", None), (1, 600, 600, 600, "", "spills 1200"),
+    (0, 88, 0, 0, CALLED.format(spilled=138), None),
     (0, 0, 0, 0, CALLED.format(spilled=600), "spills 1200"),
     (0, 0, 0, 0, "ptxas info : (C7510) Potential Performance Loss: wgmma.mma_async instructions are "
      "serialized due to...\n", "C7510"),
@@ -99,6 +98,13 @@ def test_reports_of_the_compiler(features, stack, stores, loads, more, word, tmp
     assert "sm80_forward" in printed and "254" in printed and "12.3" in printed and "sm_80" in printed
     assert (status, "FAILED" in printed) == ((0, False) if word is None else (1, True))
     assert word is None or word in printed
+
+
+@pytest.mark.parametrize("stores,status", [(8, 0), (150, 1)])
+def test_hopper_may_spill_a_little(stores, status, tmp_path):
+    (tmp_path / "sm90_forward.log").write_text(
+        REPORT.format(features=0, stack=stores, stores=stores, loads=stores, more=""))
+    assert check_kernels(tmp_path)[0] == status
 
 
 def test_no_reports_at_all(tmp_path):

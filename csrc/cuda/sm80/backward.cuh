@@ -228,8 +228,10 @@ class BackwardTile {
     // early: of the tile only K and Q are there.
     __device__ __forceinline__ void differentiate_scores(const BackwardHead<dtype>& head, const Part& part,
                                                          uint32_t tile, bool early) {
-        const int row = warp() % c.score_rows * Scores::row_tiles * 16;
-        const int column = warp() / c.score_rows * Scores::column_tiles * 8;
+        // Opaque: else what is worked out of it would be kept for all tiles.
+        const int by = drifts ? int(opaque(threadIdx.x)) / 32 : warp();
+        const int row = by % c.score_rows * Scores::row_tiles * 16;
+        const int column = by / c.score_rows * Scores::column_tiles * 8;
         Scores s, dp;
         s.clear();
         dp.clear();
