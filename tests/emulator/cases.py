@@ -306,17 +306,19 @@ def test_what_is_behind_the_diagonal_does_not_matter_to_the_gradient_of_a_bias(h
     assert clean.isfinite().all() and torch.equal(clean, dirty)
 
 
+@pytest.mark.parametrize("page", [16, 48, 64, 256])
 @pytest.mark.parametrize("num_splits", [1, 3])
-def test_paged_cache(num_splits):
-    """What lies in no sequence's pages is never read."""
-    k, v = (torch.full((12, 64, 2, 64), torch.nan, dtype=HALF) for _ in range(2))
-    table = torch.tensor([[3, 0, 7, 5], [9, 2, 11, 4]], dtype=torch.int32)
-    lengths = torch.tensor([201, 77], dtype=torch.int32)
-    dense = torch.randn(2, 2, 256, 2, 64).to(HALF)  # keys, values
+def test_paged_cache(num_splits, page):
+    """What lies in no sequence's pages is never read. Pages end within tiles of keys, or go on in the next."""
+    lengths = torch.tensor([701, 77], dtype=torch.int32)
+    pages = -(-701 // page)
+    k, v = (torch.full((2 * pages + 3, page, 2, 64), torch.nan, dtype=HALF) for _ in range(2))
+    table = torch.randperm(len(k))[: 2 * pages].view(2, pages).int()
+    dense = torch.randn(2, 2, 701, 2, 64).to(HALF)  # keys, values
     for cache, filled in zip((k, v), dense, strict=True):
         for sequence in range(2):
             for position in range(int(lengths[sequence])):
-                cache[table[sequence, position // 64], position % 64] = filled[sequence, position]
+                cache[table[sequence, position // page], position % page] = filled[sequence, position]
     q = torch.randn(2, 5, 4, 64).to(HALF)
     out, lse = flash_attn.flash_attn_with_kvcache(
         q, k, v, cache_seqlens=lengths, block_table=table, causal=True, num_splits=num_splits,
