@@ -15,7 +15,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-# Bytes stored and loaded. Of sm80's plain kernels for 16 bits none spills. Other plain ones may keep flags and
+# Bytes stored and loaded. sm80's plain kernels for 16 bits spill nothing, or a flag. Others may keep flags and
 # addresses in memory, touched once a tile; anything more would show.
 # The kernels with softcap, ALiBi or dropout are bound by those, the ones of float32 by their threefold
 # products, not by the memory's first level; and functions that are called stand outside the loops over tiles.
@@ -68,7 +68,7 @@ def limit_of(kernel):
     plain = not any(re.search(of, f"{kernel.file} {kernel.function}") for of in slow)
     if not plain:
         return OTHER_LIMIT
-    return 0 if kernel.file.startswith("sm80_") else PLAIN_LIMIT
+    return 32 if kernel.file.startswith("sm80_") else PLAIN_LIMIT
 
 
 def readable(functions):

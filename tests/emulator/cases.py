@@ -309,7 +309,7 @@ def test_what_is_behind_the_diagonal_does_not_matter_to_the_gradient_of_a_bias(h
 @pytest.mark.parametrize("page", [16, 48, 64, 256])
 @pytest.mark.parametrize("num_splits", [1, 3])
 def test_paged_cache(num_splits, page):
-    """What lies in no sequence's pages is never read. Pages end within tiles of keys, or go on in the next."""
+    """What lies in no sequence's pages is never read. Pages end within tiles of keys, or go on."""
     lengths = torch.tensor([701, 77], dtype=torch.int32)
     pages = -(-701 // page)
     k, v = (torch.full((2 * pages + 3, page, 2, 64), torch.nan, dtype=HALF) for _ in range(2))

@@ -229,7 +229,7 @@ class BackwardTile {
     __device__ __forceinline__ void differentiate_scores(const BackwardHead<dtype>& head, const Part& part,
                                                          uint32_t tile, bool early) {
         // Opaque: else what is worked out of it would be kept for all tiles.
-        const int by = drifts ? int(opaque(threadIdx.x)) / 32 : warp();
+        const int by = drifts && c.stages > 1 ? int(opaque(threadIdx.x)) / 32 : warp();
         const int row = by % c.score_rows * Scores::row_tiles * 16;
         const int column = by / c.score_rows * Scores::column_tiles * 8;
         Scores s, dp;
