@@ -84,7 +84,7 @@ def check_kernels(folder):
 
 @pytest.mark.parametrize("features,stack,stores,loads,more,word", [
     (0, 0, 0, 0, "", None), (0, 64, 0, 0, "", None), (0, 16, 8, 12, "", None),
-    (0, 24, 24, 24, "", "spills 48 bytes"),
+    (0, 24, 24, 24, "", "spills 48 bytes"), (0, 160, 150, 150, "", "spills 300 bytes"),
     (2, 160, 150, 150, "", None), (1, 600, 600, 600, "", "spills 1200"),
     (0, 88, 0, 0, CALLED.format(spilled=138), None),
     (0, 0, 0, 0, CALLED.format(spilled=600), "spills 1200"),

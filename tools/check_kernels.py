@@ -21,6 +21,7 @@ from pathlib import Path
 # products, not by the memory's first level; and functions that are called stand outside the loops over tiles.
 # The warps that copy in Hopper's backward have 24 registers, in its forward, with more than two warpgroups that
 # compute, 32 to 56; one of them plans, beside the products.
+PORTABLE_LIMIT = 32
 PLAIN_LIMIT = 256
 OTHER_LIMIT = 1024
 
@@ -68,7 +69,7 @@ def limit_of(kernel):
     plain = not any(re.search(of, f"{kernel.file} {kernel.function}") for of in slow)
     if not plain:
         return OTHER_LIMIT
-    return 32 if kernel.file.startswith("sm80_") else PLAIN_LIMIT
+    return PORTABLE_LIMIT if kernel.file.startswith("sm80_") else PLAIN_LIMIT
 
 
 def readable(functions):
