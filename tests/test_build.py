@@ -146,7 +146,8 @@ def test_loops_with_products(between, local, special):
     ("forward", 128, "forward", {8 + 80 // 16}), ("backward", 128, "backward", {8 + 8 + 4 + 4 + 8}),
     ("wide_backward", 192, "key_gradients", {12 + 4, 8 + 4}),  # values of 128
     ("wide_backward", 256, "key_gradients", {16 + 3}),
-    ("wide_backward", 256, "query_gradient", {16 + 16 + 4}), ("bias_gradient", 64, "bias_gradient", {4 + 4}),
+    ("wide_backward", 256, "query_gradient", {16 + 16 + 4}),
+    ("wide_backward", 256, "stored_query_gradient", {4}), ("bias_gradient", 64, "bias_gradient", {4 + 4}),
 ])
 def test_products_of_a_step(kernel, head_dim, function, products):
     row = next(row for row in check_loops["ROWS"] if (row.engine, row.kernel) == ("sm90", kernel)

@@ -1,6 +1,6 @@
 """The C++ parts that have tests of their own: the tile schedule, unions of lists of blocks, the tiles of
-packed sequences, division by a number that the host knows, where tiles lie in shared memory, and the tile
-products of every instruction set."""
+packed sequences, division by a number that the host knows, where tiles lie in shared memory and dS in the
+device's, and the tile products of every instruction set."""
 
 import os
 import runpy
@@ -28,7 +28,7 @@ def compile_cpp(source, output, *flags):
 
 
 @pytest.mark.parametrize("name", ["schedule", "block_list", "packed_tiles", "division", "tile_layout",
-                                  "tile_order"])
+                                  "tile_order", "score_gradient_rows"])
 def test_against_brute_force(name, tmp_path):
     program = compile_cpp(ROOT / "tests" / "cpp" / f"{name}.cpp", tmp_path / name, "-O2", "-Werror")
     done = subprocess.run([program], capture_output=True, text=True)

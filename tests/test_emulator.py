@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(
 
 def run_cases(package, *options, **environment):
     """(exit status, what pytest said) of the emulator's cases with the package, on all processors."""
-    cases = FOLDER / "cases.py", FOLDER / "map_cases.py"
+    cases = FOLDER / "cases.py", FOLDER / "map_cases.py", FOLDER / "stored_cases.py"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *cases, *options]
     if importlib.util.find_spec("xdist") and "PYTEST_XDIST_WORKER" not in os.environ:
         command += ["-n", str(os.cpu_count())]

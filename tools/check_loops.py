@@ -27,9 +27,9 @@ from kernel_table import ROWS  # noqa: E402  (found on the path set just above)
 INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;")
 BRANCH = re.compile(r"\bBRA(?:\.\w+)*\s.*?(0x[0-9a-f]+)$")
 KERNELS = ("attention_forward", "attention_backward", "attention_key_gradients", "attention_query_gradient",
-           "bias_gradient")
+           "attention_stored_query_gradient", "bias_gradient")
 DEPTH = 16  # of one product
-QUERY_GRADIENT_KEYS = 64  # query_gradient_configuration
+QUERY_GRADIENT_KEYS = 64  # of both kernels for dQ alone
 # A loop's accesses to local memory. A plain one makes two, once a tile of queries: the forward's four
 # warpgroups at head dim 64 have 112 registers.
 PLAIN_LIMIT = 2
@@ -155,6 +155,8 @@ def expected(row, function):
     values = getattr(c, "value_dim", 0) or c.head_dim
     if "attention_query_gradient" in function:
         return {(c.head_dim + values + QUERY_GRADIENT_KEYS) // DEPTH}
+    if "attention_stored_query_gradient" in function:
+        return {QUERY_GRADIENT_KEYS // DEPTH}
     if "attention_key_gradients" in function:  # of dV's warpgroup and of dK's
         return {(c.head_dim + c.query_tile) // DEPTH, (values + c.query_tile) // DEPTH}
     return {

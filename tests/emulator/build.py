@@ -1,7 +1,7 @@
 """Builds flash_attn with its GPU kernels compiled by the host's compiler, to run on the CPU:
 
     python tests/emulator/build.py /tmp/emulated bfloat16_d64 float32_d64
-    PYTHONPATH=/tmp/emulated pytest tests/emulator/cases.py tests/emulator/map_cases.py
+    PYTHONPATH=/tmp/emulated pytest tests/emulator/*cases.py
 
 The names choose kernels of csrc/cuda/kernel_table.py: all whose symbol has a part that is given; what a
 chosen kernel calls has to be among them. In the result tensors on the CPU go to the GPU engines. emulator.h

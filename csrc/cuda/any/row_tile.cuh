@@ -82,6 +82,14 @@ class RowTiling {
         return at_least_1(problem.heads_q / at_least_1(problem.heads_k));
     }
 
+    // As if there were so many heads.
+    RowTiling of_heads(int64_t heads) const {
+        RowTiling some = *this;
+        some.order_ = TileOrder(tiles_, heads, section(), last_section());
+        some.count_ = count_ / all_heads_ * heads;
+        return some;
+    }
+
     FLASH_HOST_DEVICE int64_t count() const { return count_; }
     FLASH_HOST_DEVICE uint32_t tiles() const { return tiles_; }  // of a head
     int64_t heads() const { return all_heads_; }                 // of all batch entries

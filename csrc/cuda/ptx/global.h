@@ -20,6 +20,11 @@ __device__ __forceinline__ void store_global(float* to, float x, bool really) {
                  : "memory");
 }
 
+// 4 bytes at a multiple of 4.
+__device__ __forceinline__ void store_global(void* to, uint32_t x) {
+    asm volatile("st.global.b32 [%0], %1;\n" ::"l"(__cvta_generic_to_global(to)), "r"(x) : "memory");
+}
+
 // 8 bytes at a multiple of 8.
 __device__ __forceinline__ void store_global(void* to, uint2 x, bool really) {
     asm volatile("{ .reg .pred p; setp.ne.b32 p, %3, 0; @p st.global.v2.b32 [%0], {%1,%2}; }\n" ::"l"(

@@ -30,7 +30,8 @@ inline const char* why_not_backward(const BackwardProblem& whole) {
     return nullptr;
 }
 
-// lse in log 2, delta, and, last, whether they are finite: to be zero before they are computed.
+// lse in log 2, delta, and, last, whether they are finite, and whether keys are not: to be zero before that
+// is computed.
 class StatisticsSpace {
   public:
     explicit StatisticsSpace(const ForwardProblem& problem)
@@ -39,12 +40,14 @@ class StatisticsSpace {
           batches_(problem.cu_seqlens_q ? 1 : problem.batch) {}
 
     int64_t zeros() const { return 2 * array_bytes(); }  // where they begin
-    int64_t bytes() const { return zeros() + padded(sizeof(uint32_t)); }
+    int64_t bytes() const { return zeros() + padded(2 * sizeof(uint32_t)); }
 
     AlignedStatistics at(char* space) const {
         return {array_at(space), array_at(space + array_bytes()), rows_,
                 reinterpret_cast<uint32_t*>(space + zeros())};
     }
+
+    uint32_t* bad_keys(char* space) const { return reinterpret_cast<uint32_t*>(space + zeros()) + 1; }
 
   private:
     int64_t array_bytes() const { return padded(batches_ * heads_ * rows_.count() * int64_t(sizeof(float))); }

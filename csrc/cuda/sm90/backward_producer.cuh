@@ -196,8 +196,12 @@ class BackwardProducer {
         }
         uint32_t index;
         if (!queue.take(index)) return false;
-        place =
-            order_ == BackwardOrder::whole_units ? TileOrder::Place{0, index} : queue_.tiling.place(index);
+        if constexpr (!c.adds_dq())
+            place = queue_.place(index);
+        else if (order_ == BackwardOrder::whole_units)
+            place = TileOrder::Place{0, index};
+        else
+            place = queue_.tiling.place(index);
         return true;
     }
 

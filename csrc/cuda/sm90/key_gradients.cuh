@@ -1,7 +1,8 @@
 // dK and dV where head dims are too wide for a warpgroup to hold both (FlashAttention backward,
 // docs/algorithm.md): a block takes one tile of 64 keys after the other, one warpgroup accumulates dV and one
-// dK. dQ has a walk of its own (query_gradient.cuh), so that nothing is summed up in device memory, and
-// bits repeat. Scores are transposed, [keys, queries]:
+// dK. dQ has a kernel of its own, which multiplies what this one stores of dS (stored_query_gradient.cuh), or
+// walks as this one does (query_gradient.cuh): nothing is summed up in device memory, and bits repeat. Scores
+// are transposed, [keys, queries]:
 //
 //     warpgroup 0                          warpgroup 1
 //     S^T = K Q^T                          dP^T = V dO^T          from shared memory
@@ -14,11 +15,13 @@
 
 #include <algorithm>
 
+#include "../any/finite.cuh"
 #include "../ptx/barrier.h"
 #include "../sanitized.h"
 #include "../tile/warp_product.h"
 #include "backward_mask.cuh"
 #include "backward_producer.cuh"
+#include "score_gradients.cuh"
 #include "store_rows.cuh"
 #include "transposed_scores.cuh"
 #include "warpgroup_product.h"
@@ -34,10 +37,11 @@ class KeyGradients {
   public:
     // score_unit: from a dot product to a score in log 2.
     __device__ KeyGradients(const BackwardProblem& problem, const WalkParts& parts,
-                            BackwardShared<c>& shared, const float& score_unit)
+                            BackwardShared<c>& shared, const ScoreGradients& ds, const float& score_unit)
         : problem_(problem),
           parts_(parts),
           shared_(shared),
+          ds_(ds),
           score_unit_(score_unit),
           thread_(threadIdx.x % 128),
           of_keys_(__shfl_sync(0xffffffff, int(threadIdx.x) / 128, 0)) {}
@@ -57,7 +61,7 @@ class KeyGradients {
             gradient_.fill(zero[0]);
             mbarrier_wait(shared_address(of_keys() ? &shared_.v_full : &shared_.k_full), tile % 2);
             if (plan.has_queries)
-                walk(n);
+                walk(plan, n);
             else
                 leave_keys();
             store(plan, tile);
@@ -139,10 +143,11 @@ class KeyGradients {
     }
 
     // The tiles of queries that see the tile of keys, from the n-th of the block on; n becomes the next one.
-    __device__ __forceinline__ void walk(uint32_t& n) {
+    __device__ __forceinline__ void walk(const BackwardPlan& plan, uint32_t& n) {
         Scores x;
         keys_.template load<KeyTile>(keys(), warp_row());
         start_scores(x, n);
+        char* const ds = place_of_ds(plan);
         wgmma_wait<0>();
         keep(registers_of(x));
         uint32_t flags = between(x, n);
@@ -150,6 +155,7 @@ class KeyGradients {
         while (!(flags & QueryNote::last)) {
             start_scores(x, n + 1);
             start_gradient(a, n);
+            if (ds) store_ds(ds, a, n);
             wgmma_wait<1>();
             keep(registers_of(x));
             flags = between(x, n + 1);
@@ -160,10 +166,27 @@ class KeyGradients {
             a = Operand(x);
         }
         start_gradient(a, n);
+        if (ds) store_ds(ds, a, n);
         wgmma_wait<0>();
         keep(registers_of(gradient_));
         mbarrier_arrive_warp(in_ring(shared_.empty, n));
         ++n;
+    }
+
+    // Of the tile of keys, the group's first head and its query 0, for the warpgroup that has dS; nullptr: it
+    // is not stored. The other one looks at the keys, which meet dS where it is 0, too.
+    __device__ __forceinline__ char* place_of_ds(const BackwardPlan& plan) const {
+        if (!ds_.data) return nullptr;
+        const RowTile& tile = plan.tile;
+        if (of_keys())
+            return ds_.at(tile.batch * problem_.forward.heads_q + tile.head * tile.group, tile.first, 0) +
+                   ScoreGradients::place_of(thread_);
+        if (has_bad_element<dtype, 128, KeyTile>(shared_address(keys()))) *ds_.bad_keys = 1;
+        return nullptr;
+    }
+    __device__ __forceinline__ void store_ds(char* to, const Operand& ds, uint32_t n) const {
+        const DqNote& note = shared_.dq_notes[n % kDqNotes];
+        store_score_gradients(to + ds_.offset(note.head, note.first), ds);
     }
 
     // What a warpgroup's first product becomes before its second one. Returns the tile's flags.
@@ -278,6 +301,7 @@ class KeyGradients {
     const BackwardProblem& problem_;
     const WalkParts& parts_;
     BackwardShared<c>& shared_;
+    const ScoreGradients& ds_;
     const float& score_unit_;
     const uint32_t thread_;        // of the warpgroup
     const int of_keys_;            // 1: dK, 0: dV

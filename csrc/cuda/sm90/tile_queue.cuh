@@ -123,8 +123,23 @@ class TileQueue : public TileNumbers {
     TileQueue(const RowTiling& tiling, int64_t count, uint32_t ahead, void* counter, bool strict = false,
               uint32_t others = 0)
         : TileNumbers(count, ahead, counter, strict, others), tiling(tiling) {}
+    // All tiles of some heads, from one of all batch entries on.
+    TileQueue(const RowTiling& tiling, int64_t first_head, int64_t heads, uint32_t ahead, void* counter)
+        : TileNumbers(tiling.of_heads(heads).count(), ahead, counter),
+          tiling(tiling.of_heads(heads)),
+          first_head_(uint32_t(first_head)) {}
+
+    // Of the tiles of some heads.
+    __device__ __forceinline__ TileOrder::Place place(uint32_t index) const {
+        TileOrder::Place place = tiling.place(index);
+        place.head += first_head_;
+        return place;
+    }
 
     const RowTiling tiling;
+
+  private:
+    uint32_t first_head_ = 0;
 };
 
 }  // namespace flash::cuda::sm90

@@ -7,6 +7,7 @@
 #include "../ptx/grid_dependency.h"
 #include "../ptx/register_budget.h"
 #include "query_gradient.cuh"
+#include "stored_query_gradient.cuh"
 
 namespace flash::cuda {
 namespace sm90 {
@@ -18,10 +19,14 @@ constexpr ForwardConfiguration kQueries = query_gradient_configuration(kConfigur
 using Shared = BackwardShared<kConfiguration>;
 using QueryShared = QueryGradientShared<kQueries>;
 static_assert(kQueries.threads() == kConfiguration.threads);
+constexpr ForwardConfiguration kStored = stored_query_gradient_configuration(kConfiguration);
+using StoredShared = StoredQueryGradientShared<kStored>;
 
 // Of the 512 that a multiprocessor has for each of its 128 lanes; and of the query gradient's kernel.
 constexpr int kConsumerRegisters = 232, kProducerRegisters = 40;
 constexpr int kQueryConsumerRegisters = 224, kQueryProducerRegisters = 56;
+constexpr int kStoredProducerRegisters =
+    65536 / kStored.threads() / 8 * 8 * (kStored.warpgroups + 1) - kStored.registers * kStored.warpgroups;
 
 __global__ void __launch_bounds__(kConfiguration.threads, 1)
     attention_key_gradients(const __grid_constant__ BackwardProblem problem,
@@ -29,14 +34,15 @@ __global__ void __launch_bounds__(kConfiguration.threads, 1)
                             const __grid_constant__ AlignedStatistics statistics,
                             const __grid_constant__ TileQueue queue, const __grid_constant__ DqSums no_sums,
                             const __grid_constant__ float score_unit,
-                            const __grid_constant__ WalkParts parts) {
+                            const __grid_constant__ WalkParts parts,
+                            const __grid_constant__ ScoreGradients ds) {
     extern __shared__ __align__(1024) char memory[];
     Shared& shared = *reinterpret_cast<Shared*>(memory);
     if (threadIdx.x == 0) {
         shared.start();
         fence_async_proxy();
     }
-    await_grid_before();
+    if (!ds.beside) await_grid_before();
     let_next_grid_start();
     if (threadIdx.x == 0) shared.all_finite = *statistics.not_finite == 0;
     __syncthreads();
@@ -53,10 +59,12 @@ __global__ void __launch_bounds__(kConfiguration.threads, 1)
         constexpr KeyRole first = alike ? KeyRole::either : KeyRole::dv,
                           second = alike ? KeyRole::either : KeyRole::dk;
         if (alike || __shfl_sync(0xffffffff, int(threadIdx.x) / 128, 0) == 0)
-            KeyGradients<kDType, kConfiguration, first>(problem, parts, shared, score_unit).run();
+            KeyGradients<kDType, kConfiguration, first>(problem, parts, shared, ds, score_unit).run();
         else
-            KeyGradients<kDType, kConfiguration, second>(problem, parts, shared, score_unit).run();
+            KeyGradients<kDType, kConfiguration, second>(problem, parts, shared, ds, score_unit).run();
     }
+    // Whoever waits for this grid means the one before, too.
+    if (ds.beside) await_grid_before();
 }
 
 __global__ void __launch_bounds__(kConfiguration.threads, 1)
@@ -87,8 +95,35 @@ __global__ void __launch_bounds__(kConfiguration.threads, 1)
     await_grid_before();
 }
 
-RowTiling query_tiling(const ForwardProblem& problem, const Device& device) {
-    return RowTiling::across_blocks(problem, kQueries.queries(), device.l2_bytes / 6, device.multiprocessors);
+__global__ void __launch_bounds__(kStored.threads(), 1)
+    attention_stored_query_gradient(const __grid_constant__ BackwardProblem problem,
+                                    const __grid_constant__ CUtensorMap keys,
+                                    const __grid_constant__ TileQueue queue,
+                                    const __grid_constant__ ScoreGradients ds) {
+    extern __shared__ __align__(1024) char memory[];
+    StoredShared& shared = *reinterpret_cast<StoredShared*>(memory);
+    if (threadIdx.x == 0) {
+        shared.start();
+        fence_async_proxy();
+    }
+    await_grid_before();
+    let_next_grid_start();
+    if (threadIdx.x == 0) shared.looks = *ds.bad_keys != 0;
+    __syncthreads();
+    if (threadIdx.x >= kStored.consumers()) {
+        shrink_registers<kStoredProducerRegisters>();
+        const int warp = int(threadIdx.x - kStored.consumers()) / 32;
+        StoredQueryGradientProducer<kDType, kStored> producer(problem.forward, keys, ds, queue, shared);
+        if (warp == 0) producer.copy();
+        if (warp == 1) producer.plan();
+    } else {
+        grow_registers<kStored.registers>();
+        StoredQueryGradient<kDType, kStored>(problem, shared).run();
+    }
+}
+
+RowTiling query_tiling(const ForwardProblem& problem, int tile, const Device& device) {
+    return RowTiling::across_blocks(problem, tile, device.l2_bytes / 6, device.multiprocessors);
 }
 
 const char* why_not(const BackwardProblem& whole, const Device& device) {
@@ -98,7 +133,7 @@ const char* why_not(const BackwardProblem& whole, const Device& device) {
     if (lists.counts && (lists.row_block % kQueries.key_tile != 0 || lists.column_block % 64 != 0))
         return "the map's blocks are no multiples of its tiles";
     if (const char* reason = why_not_backward(whole)) return reason;
-    if (query_tiling(problem, device).count() > INT32_MAX)
+    if (query_tiling(problem, kQueries.queries(), device).count() > INT32_MAX)
         return "there are too many queries for its counter";
     return switched_off();
 }
@@ -129,18 +164,23 @@ struct Walk {
     }
 };
 
-// Two queues' counters, statistics, the parts' counters, what parts leave.
+ScoreGradientSpace space_of_ds(const ForwardProblem& problem, const Device& device) {
+    return ScoreGradientSpace(problem, kConfiguration.query_tile, StoredShared::ds_bytes, device);
+}
+
+// Two queues' counters, statistics, the parts' counters, what parts leave, dS.
 int64_t workspace_bytes(const BackwardProblem& problem, const Device& device) {
     const Walk walk(problem.forward, device);
     return 2 * padded(TileQueue::workspace_bytes) + StatisticsSpace(problem.forward).bytes() +
-           walk.counter_bytes() + walk.gradient_bytes();
+           walk.counter_bytes() + padded(walk.gradient_bytes()) +
+           space_of_ds(problem.forward, device).bytes();
 }
 
 template <class... Arguments>
-void launch_walk(void (*kernel)(Arguments...), const RowTiling& tiling, int64_t shared_bytes,
+void launch_walk(void (*kernel)(Arguments...), const RowTiling& tiling, int threads, int64_t shared_bytes,
                  const Launch& launch, const std::type_identity_t<Arguments>&... arguments) {
     launch_kernel(FLASH_KERNEL_NAME, kernel, std::min<int64_t>(tiling.count(), launch.device.multiprocessors),
-                  kConfiguration.threads, shared_bytes, launch, arguments...);
+                  threads, shared_bytes, launch, arguments...);
 }
 
 void launch(const BackwardProblem& problem, const Launch& launch) {
@@ -159,20 +199,38 @@ void launch(const BackwardProblem& problem, const Launch& launch) {
     const BackwardMaps maps = maps_of(problem, statistics, kDType, query_tile, key_tile, false);
 
     const RowTiling& keys = walk.keys;
+    void* const key_counter = counter_at(counters, launch);
+    void* const query_counter = counter_at(counters + padded(TileQueue::workspace_bytes), launch);
     const DqSums no_sums = DqSums::of_places(RowTiling::of_queries(forward, query_tile, 0), 1, 1, 0, 1);
-    launch_walk(attention_key_gradients, keys, sizeof(Shared), launch.overlapping(), problem, maps,
-                statistics, TileQueue(keys, keys.count(), 0, counter_at(counters, launch)), no_sums, unit,
-                walk.parts);
+    const auto launch_keys = [&](const TileQueue& queue, const ScoreGradients& ds) {
+        launch_walk(attention_key_gradients, queue.tiling, kConfiguration.threads, sizeof(Shared),
+                    launch.overlapping(), problem, maps, statistics, queue, no_sums, unit, walk.parts, ds);
+    };
+    const ScoreGradientSpace of_scores = space_of_ds(forward, launch.device);
+    if (of_scores.exists()) {
+        const RowTiling queries = query_tiling(forward, kStored.queries(), launch.device);
+        const int64_t group = RowTiling::group_of(forward), parts = keys.heads() / walk.parts.key_heads();
+        char* const memory = parts_counters + walk.counter_bytes() + padded(walk.gradient_bytes());
+        const auto launch_some = [&](int64_t first, int64_t heads, const ScoreGradients& ds) {
+            launch_keys(TileQueue(keys, first * parts, heads * parts, 0, key_counter), ds);
+            const TileQueue queue(queries, first * group, heads * group, tiles_ahead(forward, kStored),
+                                  query_counter);
+            launch_walk(attention_stored_query_gradient, queue.tiling, kStored.threads(),
+                        sizeof(StoredShared), launch.overlapping(), problem, maps.k, queue, ds);
+        };
+        of_scores.each(memory, space.bad_keys(workspace), launch_some);
+        return;
+    }
+    launch_keys(TileQueue(keys, keys.count(), 0, key_counter), {});
 
-    const RowTiling queries = query_tiling(forward, launch.device);
+    const RowTiling queries = query_tiling(forward, kQueries.queries(), launch.device);
     const QueryGradientMaps query_maps{
         tensor_map(queries_of(forward, forward.q, forward.head_dim), kDType, 64),
         tensor_map(queries_of(forward, problem.dout, forward.head_dim_v), kDType, 64), maps.k, maps.v};
     // Where there are no keys, the grid before is delta's.
-    launch_walk(attention_query_gradient, queries, sizeof(QueryShared),
+    launch_walk(attention_query_gradient, queries, kConfiguration.threads, sizeof(QueryShared),
                 keys.count() > 0 ? launch.overlapping() : launch, problem, query_maps, statistics,
-                TileQueue(queries, queries.count(), tiles_ahead(forward, kQueries),
-                          counter_at(counters + padded(TileQueue::workspace_bytes), launch)),
+                TileQueue(queries, queries.count(), tiles_ahead(forward, kQueries), query_counter),
                 unit);
 }
 
@@ -189,7 +247,7 @@ extern constinit const BackwardKernel FLASH_KERNEL_SYMBOL{
     sm90::kConfiguration.key_tile,
     FLASH_FROM_KEYS,
     1,
-    int64_t(std::max(sizeof(sm90::Shared), sizeof(sm90::QueryShared))),
+    int64_t(std::max({sizeof(sm90::Shared), sizeof(sm90::QueryShared), sizeof(sm90::StoredShared)})),
     sm90::workspace_bytes,
     sm90::launch,
     90,

@@ -1,0 +1,122 @@
+// dS in device memory, from the kernel that computes it for dK to the one that multiplies it for dQ: neither
+// scores nor dP are computed twice, five products instead of seven. It is there for some heads at a time, so
+// many as keep the device busy, and so takes no more memory the longer sequences are than one head does.
+// Rounded, as products take it, in the order in which a warp of the one kernel has it and a warp of the other
+// loads it: for 64 keys and 16 queries 8 x 8 blocks, [4 times 16 keys, halves of those, halves of the
+// queries], a row of 8 queries for each key.
+#pragma once
+
+#include <cstdlib>
+
+#include "../any/key_tiles.h"
+#include "../ptx/global.h"
+#include "../tile/warp_product.h"
+#include "score_gradient_rows.h"
+
+namespace flash::cuda::sm90 {
+
+struct ScoreGradients {
+    static constexpr int kStepBytes = 16 * ScoreGradientRows::kQueries * 2;  // of 16 keys
+    static constexpr int kGroupBytes = 64 * ScoreGradientRows::kQueries * 2;
+
+    char* data = nullptr;  // [heads, tiles of keys, groups of queries]; nullptr: nothing is stored
+    uint32_t* bad_keys;    // 1 if a key that somebody sees is not finite, else 0
+    int64_t first_head;    // of all batch entries
+    int64_t head_groups;
+    bool beside;  // the grid before multiplies what is in another place, and may still run
+    ScoreGradientRows rows;
+
+    __device__ __forceinline__ char* at(int64_t head, Position key, Position query) const {
+        const int64_t groups = (head - first_head) * head_groups +
+                               rows.of_query_0(key / ScoreGradientRows::kKeys) +
+                               query / ScoreGradientRows::kQueries;
+        return data + groups * kGroupBytes;
+    }
+    // Of what a group of queries has, where a thread of the warpgroup begins to store.
+    __device__ __forceinline__ static uint32_t place_of(uint32_t thread) {
+        return thread / 32 * kStepBytes + thread % 32 * 4;
+    }
+    // From what at() says of the group's first head and query 0.
+    __device__ __forceinline__ int64_t offset(int head_of_group, Position query) const {
+        return (head_of_group * head_groups + query / ScoreGradientRows::kQueries) * kGroupBytes;
+    }
+};
+
+// How many key heads' dS is in memory at a time, and where: while one place is multiplied by the keys, the
+// other one is filled.
+class ScoreGradientSpace {
+  public:
+    // MiB for each multiprocessor: of 132 two places for 16384 queries and keys of a head.
+    static constexpr int kMegabytes = 9;
+
+    // overhang: bytes that copies read before the first group, and behind the last one.
+    ScoreGradientSpace(const ForwardProblem& problem, int query_tile, int64_t overhang, const Device& device)
+        : key_heads_(problem.heads_k * problem.batch),
+          group_(RowTiling::group_of(problem)),
+          overhang_(overhang) {
+        if (has_map(problem) || problem.cu_seqlens_q || problem.cu_seqlens_k) return;
+        if (key_heads_ == 0 || problem.seqlen_q == 0 || problem.seqlen_k == 0) return;
+        rows_ = ScoreGradientRows(problem.seqlen_q, problem.seqlen_k, problem.window_left,
+                                  problem.window_right, query_tile);
+        head_groups_ = rows_.count(problem.seqlen_k);
+        const int64_t most = most_bytes(device),
+                      of_each = group_ * head_groups_ * ScoreGradients::kGroupBytes;
+        if (of_each > most) return;
+        const bool all = key_heads_ <= most / std::max<int64_t>(of_each, 1);
+        const int64_t at_once = all ? key_heads_ : std::max<int64_t>(most / 2 / of_each, 1);
+        const int64_t times = (key_heads_ + at_once - 1) / at_once;
+        at_once_ = (key_heads_ + times - 1) / times;
+        places_ = times > 1 && 2 * at_once_ * of_each <= most ? 2 : 1;
+    }
+
+    bool exists() const { return at_once_ > 0; }
+    int64_t bytes() const { return exists() ? places_ * place_bytes() + 2 * overhang_ : 0; }
+
+    // Calls launch(first key head, how many, ScoreGradients) for all of them.
+    template <class Launch>
+    void each(char* space, uint32_t* bad_keys, const Launch& launch) const {
+        for (int64_t first = 0, i = 0; first < key_heads_; first += at_once_, ++i) {
+            const bool beside = i > 0 && places_ > 1;
+            char* const place = space + overhang_ + i % places_ * place_bytes();
+            launch(first, std::min(at_once_, key_heads_ - first),
+                   ScoreGradients{place, bad_keys, first * group_, head_groups_, beside, rows_});
+        }
+    }
+
+  private:
+    // FLASH_ATTN_SCORE_GRADIENT_MIB says another number; 0: none.
+    static int64_t most_bytes(const Device& device) {
+        const char* const wish = std::getenv("FLASH_ATTN_SCORE_GRADIENT_MIB");
+        return int64_t((wish ? std::atof(wish) : kMegabytes * device.multiprocessors) * (1 << 20));
+    }
+    int64_t place_bytes() const { return at_once_ * group_ * head_groups_ * ScoreGradients::kGroupBytes; }
+
+    int64_t key_heads_, group_, overhang_;
+    ScoreGradientRows rows_;
+    int64_t head_groups_;           // of a query head
+    int64_t at_once_ = 0, places_;  // key heads of a place, and places
+};
+
+// By a warpgroup: dS^T of 64 keys. to: what at() says, and place_of().
+template <DType dtype, int kColumns>
+__device__ __forceinline__ void store_score_gradients(char* to,
+                                                      const RegisterOperand<dtype, 16, kColumns>& ds) {
+    constexpr int block[4] = {0, 2, 1, 3};  // of the operand's registers
+    char* const mine = opaque(to);
+#pragma unroll
+    for (int k = 0; k < kColumns / 16; ++k)
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            store_global(mine + k * ScoreGradients::kGroupBytes + block[i] * 128, ds.value[k][0][i]);
+}
+
+// By a warp, from shared memory: dS of 16 queries and 64 keys. lane_first: of the group, and 16 bytes a lane.
+template <DType dtype>
+__device__ __forceinline__ void load_score_gradients(RegisterOperand<dtype, 16, 64>& ds,
+                                                     uint32_t lane_first) {
+#pragma unroll
+    for (int k = 0; k < 4; ++k)
+        ldmatrix_x4_transposed(ds.value[k][0], lane_first + k * ScoreGradients::kStepBytes);
+}
+
+}  // namespace flash::cuda::sm90
