@@ -142,7 +142,7 @@ struct TensorMap {
 #undef __forceinline__
 #define __forceinline__ inline
 #undef __noinline__
-#define __noinline__ __attribute__((noinline))
+#define __noinline__  // newer standard headers have it between parentheses
 #undef __launch_bounds__
 #define __launch_bounds__(...)
 #define __grid_constant__

@@ -218,6 +218,8 @@ void launch(const BackwardProblem& problem, const Launch& launch) {
             launch_walk(attention_stored_query_gradient, queue.tiling, kStored.threads(),
                         sizeof(StoredShared), launch.overlapping(), problem, maps.k, queue, ds);
         };
+        // Copies bring whole tiles, of which some blocks may have been stored by nobody: what is not seen.
+        if (kSanitized) set_zero(memory, of_scores.bytes(), FLASH_KERNEL_NAME, launch);
         of_scores.each(memory, space.bad_keys(workspace), launch_some);
         return;
     }
