@@ -286,6 +286,33 @@ def test_hoppers_backward_can_be_deterministic():
         assert under_a_map == ("sm90" if head_dim > 128 else "sm80")
 
 
+@pytest.mark.skipif(not KERNELS or not runs_on(90), reason="this build is not for 9.0")
+@pytest.mark.parametrize("head_dim", [192, 256])
+def test_memory_of_hoppers_wide_backward_is_bounded(head_dim, monkeypatch):
+    """It stores dS of some heads, in at most 9 MiB a multiprocessor, or what the environment says; not where
+    a head needs more, under a map or of packed sequences."""
+    def extra(seqlen, **given):
+        problem = sizes(seqlen, seqlen, 1, 8, head_dim, **given)
+        need = _C.plan(problem, chip(90))["backward"]["workspace_bytes"]
+        with monkeypatch.context() as none:
+            none.setenv("FLASH_ATTN_SCORE_GRADIENT_MIB", "0")
+            return need - _C.plan(problem, chip(90))["backward"]["workspace_bytes"]
+
+    bound = 9 * chip(90)["multiprocessors"] << 20
+    of_scores = {seqlen: 8 * 2 * seqlen**2 for seqlen in (1024, 8192)}
+    assert of_scores[1024] <= extra(1024) <= 1.1 * of_scores[1024]
+    assert extra(1024, window_right=0) <= 0.7 * of_scores[1024]
+    assert 0 < extra(8192) <= bound + (1 << 16) and of_scores[8192] < bound
+    assert 0 < extra(16384) <= bound + (1 << 16) < 8 * 2 * 16384**2
+    # One head of a third of the device's tiles idles too much, unless it is asked for.
+    assert extra(20000) == extra(65536) == extra(1024, block_size=(128, 128)) == 0
+    assert extra(65536, window_left=1024, window_right=0) > 0
+    monkeypatch.setenv("FLASH_ATTN_SCORE_GRADIENT_MIB", "1188")
+    assert extra(20000) > 0
+    monkeypatch.setenv("FLASH_ATTN_SCORE_GRADIENT_MIB", "4")
+    assert 2 << 20 <= extra(1024) <= (4 << 20) + (1 << 16)
+
+
 @pytest.mark.parametrize("resident", [1, 2, 3])
 @pytest.mark.parametrize("multiprocessors", [1, 20, 108, 132, 148])
 def test_splits_fill_the_device(multiprocessors, resident):

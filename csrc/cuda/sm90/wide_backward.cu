@@ -165,7 +165,7 @@ struct Walk {
 };
 
 ScoreGradientSpace space_of_ds(const ForwardProblem& problem, const Device& device) {
-    return ScoreGradientSpace(problem, kConfiguration.query_tile, StoredShared::ds_bytes, device);
+    return ScoreGradientSpace(problem, kConfiguration.query_tile, kStored.queries(), device);
 }
 
 // Two queues' counters, statistics, the parts' counters, what parts leave, dS.
