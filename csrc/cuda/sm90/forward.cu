@@ -15,12 +15,8 @@ constexpr DType kDType = DType::FLASH_DTYPE;
 constexpr ForwardConfiguration kConfiguration FLASH_CONFIGURATION;
 using Shared = ForwardShared<kConfiguration>;
 
-// A thread is given as many registers as all can have, in eights; warps that copy give some to those that
-// compute.
 static_assert(2 <= kConfiguration.warpgroups && kConfiguration.warpgroups <= 4);
-constexpr int kRegisters = 65536 / kConfiguration.blocks / kConfiguration.threads() / 8 * 8,
-              kProducerRegisters = kRegisters * (kConfiguration.warpgroups + 1) -
-                                   kConfiguration.registers * kConfiguration.warpgroups;
+constexpr int kProducerRegisters = kConfiguration.producer_registers();
 static_assert(kProducerRegisters >= 24);
 
 __global__ void __launch_bounds__(kConfiguration.threads(), kConfiguration.blocks)

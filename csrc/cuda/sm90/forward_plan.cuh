@@ -40,6 +40,11 @@ struct ForwardConfiguration {
     constexpr int queries() const { return 64 * warpgroups; }
     constexpr int consumers() const { return 128 * warpgroups; }
     constexpr int threads() const { return consumers() + 128; }
+    // Of a thread that copies. Each is given as many as all can have, in eights, and those that compute take
+    // some of them.
+    constexpr int producer_registers() const {
+        return 65536 / blocks / threads() / 8 * 8 * (warpgroups + 1) - registers * warpgroups;
+    }
 };
 
 // How many tiles of queries a block takes beyond the one whose last keys it asks for (TileQueue): of those

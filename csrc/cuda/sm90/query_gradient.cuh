@@ -17,10 +17,8 @@
 #include "../tile/gpu_math.h"
 #include "../tile/warp_product.h"
 #include "backward_plan.cuh"
-#include "forward_plan.cuh"
 #include "load_rows.cuh"
-#include "store_rows.cuh"
-#include "tile_queue.cuh"
+#include "query_tiles.cuh"
 #include "transformed_scores.cuh"
 #include "warpgroup_product.h"
 
@@ -90,18 +88,9 @@ class QueryGradientProducer {
 
     // A whole warp.
     __device__ void plan() {
-        TileQueue::Reader queue(queue_);
-        if (lane_index() == 0) queue.open();
-        for (uint32_t n = 0;; ++n) {
-            ForwardPlan& plan = shared_.plans[n];
-            shared_.plans.await_room(n, queue_.ahead);
-            if (lane_index() == 0) decide(queue, plan);
-            __syncwarp();
-            if (plan.work == Work::tile) plan.make(problem_, c);
-            mbarrier_arrive_warp(in_ring(shared_.plans.planned, n));
+        plan_query_tiles<c>(problem_, queue_, shared_.plans, [&](const ForwardPlan& plan, uint32_t n) {
             for (int i = 0; i < c.warpgroups; ++i) copy_queries(plan, n, i);
-            if (plan.work == Work::end) break;
-        }
+        });
     }
 
     // A whole warp each.
@@ -131,17 +120,6 @@ class QueryGradientProducer {
 
   private:
     using Shared = QueryGradientShared<c>;
-
-    // One thread.
-    __device__ void decide(TileQueue::Reader& queue, ForwardPlan& plan) {
-        plan.careful = plan.redo = false;
-        plan.work = Work::tile;
-        for (uint32_t index; queue.take(index);) {
-            plan.tile = queue_.tiling(index, problem_, true);
-            if (!plan.tile.rows.empty()) return;
-        }
-        plan.work = Work::end;
-    }
 
     // The warpgroup's queries and gradients, or the word that there are none.
     __device__ void copy_queries(const ForwardPlan& plan, uint32_t n, int warpgroup) {
@@ -208,7 +186,7 @@ class QueryGradient {
                 mbarrier_arrive_warp(shared_address(&shared_.q_empty[warpgroup_]));
                 if (plan.has_keys) leave_rest(tile);
             }
-            store(plan);
+            store_query_gradient<dtype>(problem_, plan.tile, dq_, warp_row());
             mbarrier_arrive_warp(in_ring(shared_.plans.done, n));
         }
     }
@@ -463,15 +441,6 @@ class QueryGradient {
                     ds.at(r, column) = __int_as_float(0x7fffffff);
             }
         }
-    }
-
-    __device__ __forceinline__ void store(const ForwardPlan& plan) {
-        const ForwardProblem& problem = problem_.forward;
-        const RowTile& tile = plan.tile;
-        dq_ *= float(problem.softmax_scale);
-        const HeadRows<Bits<dtype>> dq(problem_.dq, tile.unowned ? 0 : tile.batch,
-                                       tile.sequence.first_query_row, tile.head, problem.head_dim);
-        store_rows<dtype>(dq, dq_, tile.first + warp_row(), tile.rows);
     }
 
     const BackwardProblem& problem_;

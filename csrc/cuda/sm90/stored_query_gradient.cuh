@@ -7,11 +7,9 @@
 #include "../ptx/reduce.h"
 #include "../ptx/tma.h"
 #include "backward_plan.cuh"
-#include "forward_plan.cuh"
 #include "load_rows.cuh"
+#include "query_tiles.cuh"
 #include "score_gradients.cuh"
-#include "store_rows.cuh"
-#include "tile_queue.cuh"
 #include "warpgroup_product.h"
 
 namespace flash::cuda::sm90 {
@@ -22,9 +20,7 @@ constexpr ForwardConfiguration stored_query_gradient_configuration(const Backwar
             .key_tile = ScoreGradientRows::kKeys,
             .warpgroups = c.head_dim > 192 ? 2 : 3,
             .stages = 4,
-            .query_slots = 3,
-            .registers = c.head_dim > 192 ? 208 : 152,
-            .turns = false};
+            .registers = c.head_dim > 192 ? 208 : 152};
 }
 
 template <ForwardConfiguration c>
@@ -60,17 +56,7 @@ class StoredQueryGradientProducer {
 
     // A whole warp.
     __device__ void plan() {
-        TileQueue::Reader queue(queue_);
-        if (lane_index() == 0) queue.open();
-        for (uint32_t n = 0;; ++n) {
-            ForwardPlan& plan = shared_.plans[n];
-            shared_.plans.await_room(n, queue_.ahead);
-            if (lane_index() == 0) decide(queue, plan);
-            __syncwarp();
-            if (plan.work == Work::tile) plan.make(problem_, c);
-            mbarrier_arrive_warp(in_ring(shared_.plans.planned, n));
-            if (plan.work == Work::end) break;
-        }
+        plan_query_tiles<c>(problem_, queue_, shared_.plans, [](const ForwardPlan&, uint32_t) {});
     }
 
     // A whole warp.
@@ -105,17 +91,6 @@ class StoredQueryGradientProducer {
   private:
     using Shared = StoredQueryGradientShared<c>;
 
-    // One thread.
-    __device__ void decide(TileQueue::Reader& queue, ForwardPlan& plan) {
-        plan.careful = plan.redo = false;
-        plan.work = Work::tile;
-        for (uint32_t index; queue.take(index);) {
-            plan.tile = queue_.tiling(queue_.place(index), problem_, true);
-            if (!plan.tile.rows.empty()) return;
-        }
-        plan.work = Work::end;
-    }
-
     const ForwardProblem& problem_;
     const CUtensorMap& keys_;
     const ScoreGradients& ds_;
@@ -141,7 +116,7 @@ class StoredQueryGradient {
             dq_.clear();
             keep(registers_of(dq_));
             if (__shfl_sync(0xffffffff, plan.has_keys, 0)) walk(plan, tile);
-            store(plan);
+            store_query_gradient<dtype>(problem_, plan.tile, dq_, warp_row());
             mbarrier_arrive_warp(in_ring(shared_.plans.done, n));
         }
     }
@@ -154,7 +129,7 @@ class StoredQueryGradient {
 
     // A barrier of each warpgroup; 0 is the block's.
     __device__ __forceinline__ void meet() const { barrier_of<128>(1 + warpgroup_); }
-    __device__ __forceinline__ static int warp_row() { return int(threadIdx.x) / 32 * 16; }
+    __device__ __forceinline__ int warp_row() const { return int(thread_) / 32 * 16; }
     __device__ __forceinline__ uint32_t keys(uint32_t tile) const {
         return shared_address(shared_.k[0]) + tile % c.stages * Shared::key_bytes;
     }
@@ -198,10 +173,10 @@ class StoredQueryGradient {
     // dS is 0 where nothing is seen: nobody may have stored it. NaN where a key that is not finite is seen.
     __device__ __forceinline__ void mask(Operand& ds, const ForwardPlan& plan, uint32_t tile,
                                          bool looks) const {
-        const bool has_bad_keys = looks && exclude_bad_keys(tile);
+        if (looks) exclude_bad_keys(tile);
         const RowSight sight(plan, shared_.notes[tile % Shared::kNotes], 0);
         const uint32_t(&bad_keys)[c.key_tile / 32] = shared_.bad_keys[tile % c.stages];
-        const uint32_t bad = has_bad_keys ? bad_columns<Scores>(bad_keys, 0) : 0;
+        const uint32_t bad = looks ? bad_columns<Scores>(bad_keys, 0) : 0;
 #pragma unroll
         for (int r = 0; r < Scores::rows; ++r) {
             const Interval keys = sight[warp_row() + Scores::row(r)];
@@ -217,9 +192,9 @@ class StoredQueryGradient {
         }
     }
 
-    // What of the keys is not finite becomes 0, for dQ += dS K, where it may meet a gradient of 0. True if
-    // there are such keys.
-    __device__ __forceinline__ bool exclude_bad_keys(uint32_t tile) const {
+    // What of the keys is not finite is noted, and becomes 0, for dQ += dS K, where it may meet a gradient of
+    // 0.
+    __device__ __forceinline__ void exclude_bad_keys(uint32_t tile) const {
         const uint32_t keys_at = keys(tile);
         uint32_t(&bad_keys)[c.key_tile / 32] = shared_.bad_keys[tile % c.stages];
         note_bad_rows<dtype, 128, KeyTile>(keys_at, bad_keys);
@@ -227,16 +202,6 @@ class StoredQueryGradient {
         clear_bad_elements<dtype, 128, KeyTile>(keys_at, bad_keys);
         fence_async_proxy();
         meet();
-        return true;
-    }
-
-    __device__ __forceinline__ void store(const ForwardPlan& plan) {
-        const ForwardProblem& problem = problem_.forward;
-        const RowTile& tile = plan.tile;
-        dq_ *= float(problem.softmax_scale);
-        const HeadRows<Bits<dtype>> dq(problem_.dq, tile.unowned ? 0 : tile.batch,
-                                       tile.sequence.first_query_row, tile.head, problem.head_dim);
-        store_rows<dtype>(dq, dq_, tile.first + warp_row(), tile.rows);
     }
 
     const BackwardProblem& problem_;

@@ -25,8 +25,6 @@ using StoredShared = StoredQueryGradientShared<kStored>;
 // Of the 512 that a multiprocessor has for each of its 128 lanes; and of the query gradient's kernel.
 constexpr int kConsumerRegisters = 232, kProducerRegisters = 40;
 constexpr int kQueryConsumerRegisters = 224, kQueryProducerRegisters = 56;
-constexpr int kStoredProducerRegisters =
-    65536 / kStored.threads() / 8 * 8 * (kStored.warpgroups + 1) - kStored.registers * kStored.warpgroups;
 
 __global__ void __launch_bounds__(kConfiguration.threads, 1)
     attention_key_gradients(const __grid_constant__ BackwardProblem problem,
@@ -111,7 +109,7 @@ __global__ void __launch_bounds__(kStored.threads(), 1)
     if (threadIdx.x == 0) shared.looks = *ds.bad_keys != 0;
     __syncthreads();
     if (threadIdx.x >= kStored.consumers()) {
-        shrink_registers<kStoredProducerRegisters>();
+        shrink_registers<kStored.producer_registers()>();
         const int warp = int(threadIdx.x - kStored.consumers()) / 32;
         StoredQueryGradientProducer<kDType, kStored> producer(problem.forward, keys, ds, queue, shared);
         if (warp == 0) producer.copy();
