@@ -165,10 +165,14 @@ class Case:
 
     def check(self, inputs=None, dlse=None, actual=None):
         """out, lse and all gradients against the reference; empty rows exactly zero."""
-        actual = self.run(inputs, dlse) if actual is None else actual
+        self.check_each([self.run(inputs, dlse) if actual is None else actual], inputs, dlse)
+
+    def check_each(self, actuals, inputs=None, dlse=None):
+        """Several answers of run(), as check() does with one."""
         expected = self.expected(inputs, dlse)
-        expected.check(out=actual.out, lse=actual.lse, dq=actual.dq, dk=actual.dk, dv=actual.dv)
-        check_empty_rows(actual, expected.exact.lse)
+        for actual in actuals:
+            expected.check(**vars(actual))
+            check_empty_rows(actual, expected.exact.lse)
 
     def check_forward(self, inputs=None):
         q, k, v, _ = self.draw() if inputs is None else inputs

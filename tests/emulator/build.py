@@ -78,7 +78,7 @@ def units(folder, names):
                                   str(csrc / "cuda" / row.engine / f"{row.kernel}.cu")]
     for source in sorted((csrc / "cuda/any").glob("*.cu")):
         yield f"any_{source.stem}", [*emulated, "-O1", "-x", "c++", "-c", str(source)]
-    yield "emulator", [*emulated, "-O2", "-c", str(ROOT / "tests/emulator/emulator.cpp")]
+    yield "emulator", [*emulated, "-O3", "-c", str(ROOT / "tests/emulator/emulator.cpp")]
     for source in [*csrc.glob("*.cpp"), *csrc.glob("cpu/*.cpp"), *csrc.glob("cuda/*.cpp"),
                    *csrc.glob("torch/*.cpp")]:
         name = "_".join(source.with_suffix("").parts[-2:])

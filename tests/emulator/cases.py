@@ -421,10 +421,13 @@ def test_backward_of_many_heads_and_ragged_tiles(seqlens, head_dim):
     given.check(given.draw(), given.draw_dlse())
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
+def check_both_ways(given):
+    given.check_each(given.run(deterministic=deterministic) for deterministic in (False, True))
+
+
 @pytest.mark.parametrize("features", ["plain", "causal", "window", "packed", "packed, causal"])
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
-def test_backward_of_many_tiles_of_keys(head_dim, features, deterministic):
+def test_backward_of_many_tiles_of_keys(head_dim, features):
     """Each block takes several of them; where it can, all of a head."""
     packs = features.startswith("packed")
     given = case(HALF, head_dim, 260, 300, **{**FEATURES["packed" if packs else features], "num_heads": 12,
@@ -433,19 +436,18 @@ def test_backward_of_many_tiles_of_keys(head_dim, features, deterministic):
         ends = (0, 70, 70, 203, 203, 470)
         given = dataclasses.replace(given, cu_seqlens_q=ends, cu_seqlens_k=(0, 0, 130, 290, 300, 560),
                                     causal="causal" in features)
-    given.check(actual=given.run(deterministic=deterministic))
+    check_both_ways(given)
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("features", ["plain", "causal", "window", "packed"])
 @pytest.mark.parametrize("head_dim,seqlen_k", [(64, 300), (64, 2100), (96, 1400), (128, 300), (128, 1100),
                                                (192, 300), (256, 300)])
-def test_backward_of_grouped_heads(head_dim, seqlen_k, features, deterministic):
+def test_backward_of_grouped_heads(head_dim, seqlen_k, features):
     """A block visits all heads of a group; many keys are walked by length under a diagonal, too."""
     given = case(HALF, head_dim, 200, seqlen_k, **{**FEATURES[features], "num_heads": 6})
     if features == "packed":
         given = dataclasses.replace(given, cu_seqlens_k=(0, 10, 60, seqlen_k))
-    given.check(actual=given.run(deterministic=deterministic))
+    check_both_ways(given)
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
@@ -455,11 +457,10 @@ def test_backward_of_more_heads_than_are_cleared_before(head_dim):
     given.check()
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("lengths", [(1000, 1020, 1, 8), (2050, 2040, 1, 4), (600, 700, 2, 8),
                                      "packed"], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
-def test_backward_of_parts_of_groups(head_dim, lengths, deterministic):
+def test_backward_of_parts_of_groups(head_dim, lengths):
     """dK and dV are handed from a part of the group's heads to the next (walk_parts.cuh)."""
     if lengths == "packed":
         ends = (0, 900, 900, 2100)
@@ -468,7 +469,7 @@ def test_backward_of_parts_of_groups(head_dim, lengths, deterministic):
     else:
         seqlen_q, seqlen_k, batch, heads = lengths
         given = Case(HALF, batch, seqlen_q, seqlen_k, heads, 1, head_dim, causal=True)
-    given.check(actual=given.run(deterministic=deterministic))
+    check_both_ways(given)
 
 
 @pytest.mark.parametrize("shape", [(1600, 60, 1, 1, 1), (700, 300, 1, 1, 1), (20, 500, 2, 1, 1),

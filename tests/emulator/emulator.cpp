@@ -20,12 +20,19 @@ constexpr int64_t kPatience = 100 << 20;
 
 struct Fiber {
     ucontext_t begin;
-    jmp_buf place;
+    void* place[5];  // as __builtin_setjmp has it, which takes a fraction of setjmp's time
     char* stack;
-    bool started, done;
-    bool (*ready)(const void*);  // nullptr: yes
-    const void* context;
+    bool started;
     std::deque<std::function<void()>> work;  // empty functions end groups
+};
+
+// What a fiber waits for; apart from it, since all are asked very often.
+struct Waiting {
+    bool (*ready)(const void*);  // nullptr: for nothing
+    const void* context;
+    uint64_t event;
+
+    bool is_over() const { return !ready || ready(context); }
 };
 
 struct Warp {
@@ -62,6 +69,7 @@ struct Barrier {
 // A multiprocessor, and the block that runs there.
 struct Block {
     std::vector<Fiber> fibers;
+    std::vector<Waiting> waiting;
     std::vector<Warp> warps;
     Barrier barriers[16];
     int live = 0, current = 0;
@@ -80,17 +88,13 @@ int64_t idle;  // how often in turn nobody had more to do than to look whether a
 jmp_buf end_of_block;
 void run_thread();
 
-std::mt19937 draw([] {
+std::minstd_rand draw([] {
     const char* const seed = std::getenv("EMULATOR_SEED");
     return seed ? std::atoi(seed) : 0;
 }());
 
 bool chance(int of) {
     return draw() % of == 0;
-}
-
-bool is_ready(const Fiber& fiber) {
-    return !fiber.done && (!fiber.ready || fiber.ready(fiber.context));
 }
 
 bool has_work(const Fiber& fiber) {
@@ -119,11 +123,11 @@ void do_groups(std::deque<std::function<void()>>& queue, int pending) {
     }
 }
 
-[[noreturn]] void resume(int index) {
+[[noreturn, gnu::noinline]] void resume(int index) {
     here->current = index;
+    here->waiting[index] = {};
     Fiber& fiber = here->fibers[index];
-    fiber.ready = nullptr;
-    if (fiber.started) _longjmp(fiber.place, 1);
+    if (fiber.started) __builtin_longjmp(fiber.place, 1);
     fiber.started = true;
     setcontext(&fiber.begin);
     fail("setcontext");
@@ -131,9 +135,15 @@ void do_groups(std::deque<std::function<void()>>& queue, int pending) {
 
 // Mostly the next one, which belongs to the same warp; -1 if all wait.
 int next_ready() {
-    const int first = chance(64) ? int(draw() % threads) : here->current + 1;
-    for (int i = 0; i < threads; ++i)
-        if (is_ready(here->fibers[(first + i) % threads])) return (first + i) % threads;
+    int index = chance(64) ? int(draw() % threads) : here->current + 1;
+    uint64_t missing = 0;  // the event that the one before waits for
+    for (int i = 0; i < threads; ++i, ++index) {
+        if (index >= threads) index = 0;
+        const Waiting& waiting = here->waiting[index];
+        if (waiting.event && waiting.event == missing) continue;
+        if (waiting.is_over()) return index;
+        missing = waiting.event;
+    }
     return -1;
 }
 
@@ -159,9 +169,9 @@ void begin_block() {
     for (int i = 0; i < threads; ++i) {
         Fiber& fiber = here->fibers[i];
         ++here->warps[i / kLanes].live;
-        fiber.started = fiber.done = false;
-        fiber.ready = nullptr;
+        fiber.started = false;
         fiber.work.clear();
+        here->waiting[i] = {};
         getcontext(&fiber.begin);
         fiber.begin.uc_stack = {fiber.stack, 0, kStack};
         makecontext(&fiber.begin, run_thread, 0);
@@ -189,9 +199,8 @@ void change_block() {
 
 void run_thread() {
     (*kernel)();
-    Fiber& fiber = here->fibers[here->current];
     wait_for_all();
-    fiber.done = true;
+    here->waiting[here->current].ready = [](const void*) { return false; };  // it has ended
     --here->live;
     Warp& warp = here->warps[here->current / kLanes];
     --warp.live;
@@ -207,6 +216,19 @@ void fail(const char* why) {
     std::fprintf(stderr, "emulator: %s (block %u, thread %d of %d)\n", why, here->index, here->current,
                  threads);
     std::abort();
+}
+
+void add_products(double* sums, const double* a, const double* b, int depth, int columns) {
+    constexpr int kAtOnce = 8;
+    for (int row = 0; row < 16; ++row)
+        for (int first = 0; first < columns; first += kAtOnce) {
+            double* const sum = sums + row * columns + first;
+            double total[kAtOnce];
+            std::copy_n(sum, kAtOnce, total);
+            for (int k = 0; k < depth; ++k)
+                for (int i = 0; i < kAtOnce; ++i) total[i] += a[k * 16 + row] * b[k * columns + first + i];
+            std::copy_n(total, kAtOnce, sum);
+        }
 }
 
 uint32_t thread_index() {
@@ -228,21 +250,18 @@ int64_t shared_bytes() {
     return memory_used;
 }
 
-void wait(bool (*ready)(const void*), const void* context) {
-    Fiber& fiber = here->fibers[here->current];
-    fiber.ready = ready;
-    fiber.context = context;
+void wait(bool (*ready)(const void*), const void* context, uint64_t event) {
+    here->waiting[here->current] = {ready, context, event};
     idle = 0;
-    if (_setjmp(fiber.place) == 0) go_on();
+    if (__builtin_setjmp(here->fibers[here->current].place) == 0) go_on();
 }
 
 void look_again() {
     if (++idle > kPatience) fail("a block waits for another one, and none goes on");
     Fiber& fiber = here->fibers[here->current];
-    fiber.ready = nullptr;
     if (chance(8)) change_block();
     if (chance(64)) work_somewhere();  // or it would wait until nobody looks
-    if (_setjmp(fiber.place) == 0) go_on();
+    if (__builtin_setjmp(fiber.place) == 0) go_on();
 }
 
 bool meet(int name, int count, bool any) {
@@ -253,7 +272,7 @@ bool meet(int name, int count, bool any) {
     ++barrier.arrived;
     const uint64_t generation = barrier.generation;
     barrier.settle(here->live);
-    wait_until([&] { return barrier.generation != generation; });
+    wait_until([&] { return barrier.generation != generation; }, event_of(&barrier, generation));
     return barrier.result;
 }
 
@@ -274,7 +293,8 @@ void meet_warp(void* arguments, void (*complete)(const void*, void* const*), con
     ++warp.arrived;
     const uint64_t generation = warp.generation;
     warp.settle();
-    if (warp.generation == generation) wait_until([&] { return warp.generation != generation; });
+    if (warp.generation == generation)
+        wait_until([&] { return warp.generation != generation; }, event_of(&warp, generation));
 }
 
 void start(std::function<void()> work) {
@@ -319,6 +339,7 @@ void run_grid(const std::function<void()>& thread, int64_t blocks_of_grid, int c
                 mmap(nullptr, kStack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
             if (stack == MAP_FAILED) fail("no memory for stacks");
             block.fibers.emplace_back().stack = static_cast<char*>(stack);
+            block.waiting.emplace_back();
         }
     threads = count;
     grid = uint32_t(blocks_of_grid);

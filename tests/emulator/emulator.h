@@ -39,12 +39,18 @@ uint32_t grid_blocks();
 char* shared_memory();
 int64_t shared_bytes();
 
-// The thread goes on when ready(context) is true.
-void wait(bool (*ready)(const void*), const void* context);
+// The thread goes on when ready(context) is true. Threads that wait for the same event can all go on if one
+// can; none is 0.
+void wait(bool (*ready)(const void*), const void* context, uint64_t event);
 
 template <class Ready>
-void wait_until(const Ready& ready) {
-    wait([](const void* context) { return (*static_cast<const Ready*>(context))(); }, &ready);
+void wait_until(const Ready& ready, uint64_t event) {
+    wait([](const void* context) { return (*static_cast<const Ready*>(context))(); }, &ready, event);
+}
+
+// That `where` leaves a state; states of which threads may wait at once differ in their last 16 bits.
+inline uint64_t event_of(const void* where, uint64_t state) {
+    return reinterpret_cast<uintptr_t>(where) ^ state << 48;
 }
 
 // The thread has looked in vain for what another block writes: others go on first.
@@ -92,6 +98,10 @@ void launch(void (*kernel)(Parameters...), int64_t blocks, int threads, int64_t 
 }
 
 [[noreturn]] void fail(const char* why);
+
+// sums (16, columns) += the product of a (depth, 16), transposed, and b (depth, columns), term by term.
+// columns: a multiple of 8.
+void add_products(double* sums, const double* a, const double* b, int depth, int columns);
 
 // A shared address with so many bytes behind it, at a multiple of so many.
 template <class T>

@@ -36,7 +36,9 @@ inline bool mbarrier_test(uint32_t barrier, uint32_t parity) {
 }
 
 inline void mbarrier_wait(uint32_t barrier, uint32_t parity) {
-    emulator::wait_until([=, barrier = mbarrier_at(barrier)] { return barrier->phase != parity; });
+    const auto* const waited_for = mbarrier_at(barrier);
+    emulator::wait_until([=] { return waited_for->phase != parity; },
+                         emulator::event_of(waited_for, parity));
 }
 
 }  // namespace flash::cuda
