@@ -25,7 +25,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(
 def run_cases(package, *options, **environment):
     """(exit status, what pytest said) of the emulator's cases with the package, on all processors."""
     cases = FOLDER / "cases.py", FOLDER / "map_cases.py", FOLDER / "stored_cases.py"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *cases, *options]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not thorough", *cases,
+               *options]
     if importlib.util.find_spec("xdist") and "PYTEST_XDIST_WORKER" not in os.environ:
         command += ["-n", str(os.cpu_count())]
     environment = {**os.environ, "PYTHONPATH": str(package), **environment}

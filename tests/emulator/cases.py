@@ -12,7 +12,7 @@ import short_sequences
 from acceptance import Expected
 from attention_case import Case, check_empty_rows
 from bias_gradient import bias_gradient, check_bias_gradient
-from emulated_case import HALF, SINGLE, case
+from emulated_case import HALF, SINGLE, case, rotated
 from gpu import check_neighbours_of_infinite_queries, deterministic_as_asked  # noqa: F401
 from short_sequences import SHORT, short
 from test_kvcache import Cache
@@ -472,11 +472,10 @@ def test_backward_of_parts_of_groups(head_dim, lengths):
     check_both_ways(given)
 
 
-@pytest.mark.parametrize("shape", [(1600, 60, 1, 1, 1), (700, 300, 1, 1, 1), (20, 500, 2, 1, 1),
-                                   (500, 150, 1, 1, 6)], ids=str)
-@pytest.mark.parametrize("features", ["plain", "causal", "window", "dropout"])
-@pytest.mark.parametrize("dtype,head_dim", [(HALF, 64), (HALF, 96), (HALF, 128), (HALF, 192), (HALF, 256),
-                                            (SINGLE, 64)])
+@pytest.mark.parametrize("dtype,head_dim,features,shape", rotated(
+    [(HALF, 64), (HALF, 96), (HALF, 128), (HALF, 192), (HALF, 256), (SINGLE, 64)],
+    ["plain", "causal", "window", "dropout"],
+    [[1600, 60, 1, 1, 1], [700, 300, 1, 1, 1], [20, 500, 2, 1, 1], [500, 150, 1, 1, 6]]))
 def test_backward_of_parts_at_once(dtype, head_dim, features, shape):
     """Few tiles of keys are walked with some of the queries or of the group's heads each; of one tile dQ is
     no sum (walk_parts.cuh)."""

@@ -8,7 +8,7 @@ import flash_attn
 import reference
 from acceptance import Expected
 from attention_case import check_empty_rows
-from emulated_case import HALF, case
+from emulated_case import HALF, case, rotated
 from gpu import deterministic_as_asked  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("deterministic_as_asked")
@@ -29,10 +29,9 @@ def test_block_sparse(head_dim, block):
     expected.check(out=out.detach(), lse=lse, **dict(zip(("dq", "dk", "dv"), gradients, strict=True)))
 
 
-@pytest.mark.parametrize("features", [{}, {"causal": True}, {"window_size": (150, 70)}], ids=str)
-@pytest.mark.parametrize("which", block_maps.LISTED)
-@pytest.mark.parametrize("head_dim,rows", [(64, 64), (64, 128), (64, 256), (96, 128), (128, 64), (128, 128),
-                                           (256, 128)])
+@pytest.mark.parametrize("head_dim,rows,which,features", rotated(
+    [(64, 64), (64, 128), (64, 256), (96, 128), (128, 64), (128, 128), (256, 128)], list(block_maps.LISTED),
+    [{}, {"causal": True}, {"window_size": (150, 70)}]))
 def test_lists_of_warpgroups(head_dim, rows, which, features):
     """A tile of queries lies in several rows of blocks."""
     given = case(HALF, head_dim, 450, 1100, num_heads_k=1, **features)
@@ -53,11 +52,9 @@ def test_lists_of_warpgroups(head_dim, rows, which, features):
         Expected(given.attend(mask), q, k, v).check(out=out, lse=lse)
 
 
-@pytest.mark.parametrize("bits,features", [(False, {}), (False, {"softcap": 5.0}), (True, {"causal": True}),
-                                           (True, {"window_size": (150, 70)})], ids=str)
-@pytest.mark.parametrize("which", block_maps.LISTED)
-@pytest.mark.parametrize("head_dim,head_dim_v,rows", [(192, 192, 64), (192, 128, 64), (256, 256, 64),
-                                                      (256, 256, 128)])
+@pytest.mark.parametrize("head_dim,head_dim_v,rows,which,bits,features", rotated(
+    [(192, 192, 64), (192, 128, 64), (256, 256, 64), (256, 256, 128)], list(block_maps.LISTED),
+    [(False, {}), (False, {"softcap": 5.0}), (True, {"causal": True}), (True, {"window_size": (150, 70)})]))
 def test_gradients_under_a_map(head_dim, head_dim_v, rows, which, bits, features):
     """Where keys and queries have walks of their own: gaps in either's lists, tiles that are no blocks."""
     given = case(HALF, head_dim, 450, 700, head_dim_v=head_dim_v, **features)
