@@ -21,7 +21,8 @@ def case(dtype, head_dim, seqlen_q=150, seqlen_k=200, **features):
 
 
 def rotated(*axes):
-    """The product of three axes; marked `thorough` but for some in which any two values of two axes meet."""
+    """The product of three axes; marked `thorough` but for some in which any two values of two axes meet. A
+    value that is a tuple is several arguments."""
     least = min(map(len, axes))
     cases = []
     for places in itertools.product(*(range(len(axis)) for axis in axes)):

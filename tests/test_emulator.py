@@ -40,7 +40,7 @@ def test_kernels(tmp_path):
     status, said = run_cases(tmp_path)
     assert status == 0, said[-10000:]
     assert int(re.search(r"(\d+) passed", said)[1]) >= 50 and "skipped" not in said
-    # The portable kernels, where Hopper has its own. Only those hand sums from part to part of a group.
+    # The portable kernels, where Hopper has its own. Only Hopper's hand sums from part to part of a group.
     chosen = "forward_and_backward or transformed or backward_of and not parts_of_groups or grow or finite"
     status, said = run_cases(tmp_path, "-k", chosen, FLASH_ATTN_SM90="0")
     assert status == 0, said[-10000:]
