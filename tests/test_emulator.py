@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(
 
 def run_cases(package, *options, **environment):
     """(exit status, what pytest said) of the emulator's cases with the package, on all processors."""
-    cases = FOLDER / "cases.py", FOLDER / "map_cases.py", FOLDER / "stored_cases.py"
+    cases = FOLDER / "cases.py", FOLDER / "map_cases.py", FOLDER / "stored_cases.py", FOLDER / "many_cases.py"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not thorough", *cases,
                *options]
     if importlib.util.find_spec("xdist") and "PYTEST_XDIST_WORKER" not in os.environ:

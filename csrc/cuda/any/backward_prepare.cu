@@ -1,6 +1,7 @@
 #include <algorithm>
 
 #include "../launch.h"
+#include "../ptx/barrier.h"
 #include "../ptx/grid_dependency.h"
 #include "../tile/gpu_math.h"
 #include "rows.cuh"
@@ -9,14 +10,16 @@
 namespace flash::cuda {
 namespace {
 
-// A block does the rows of one head: a group of lanes the products of some; then a thread each what becomes
-// of those, so that what lies by rows is read and written in whole sectors.
+// A team does rows of one head: a group of lanes the products of some; then a thread each what becomes of
+// those, so that what lies by rows is read and written in whole sectors.
 constexpr int kThreads = 128, kRowsOfGroup = 4;
 // Lanes of a group: 8 read 64 16-bit elements of a row at once, 4 read 32.
 template <int kLanes>
-struct Block {
+struct Team {
     static constexpr int groups = kThreads / kLanes, rows = kRowsOfGroup * groups;
 };
+// That fill a multiprocessor.
+constexpr int kTeams = 6;
 
 template <DType dtype>
 struct Vector {
@@ -42,7 +45,7 @@ class Rows {
     __device__ Rows(const TensorView& view, int64_t batch, int64_t head, int64_t first, int64_t rows) {
 #pragma unroll
         for (int i = 0; i < kRowsOfGroup; ++i) {
-            const int64_t row = first + threadIdx.x / kLanes + i * Block<kLanes>::groups;
+            const int64_t row = first + threadIdx.x % kThreads / kLanes + i * Team<kLanes>::groups;
             rows_[i] = row_of<const Bits>(view, batch, row < rows ? row : rows - 1, head);
         }
     }
@@ -93,19 +96,19 @@ bool rows_are_vectors(const TensorView& view, int64_t head_dim, int64_t element_
     return (reinterpret_cast<uintptr_t>(view.data) | elements * element_bytes) % 16 == 0;
 }
 
-template <DType dtype, int kLanes>
-__global__ void __launch_bounds__(kThreads) attention_delta(const __grid_constant__ BackwardProblem problem,
-                                                            const __grid_constant__ AlignedStatistics aligned,
-                                                            bool vectors, int64_t batches, int64_t tiles) {
+// By a team: what becomes of a tile of rows. products: of each row; meet(): the team does; nothing is stored
+// before stores_may_begin().
+template <DType dtype, int kLanes, class Meet, class StoresMayBegin>
+__device__ __forceinline__ void compute_statistics(const BackwardProblem& problem,
+                                                   const AlignedStatistics& aligned, bool vectors,
+                                                   const HeadRow& tile, float* products, const Meet& meet,
+                                                   const StoresMayBegin& stores_may_begin) {
     const ForwardProblem& forward = problem.forward;
-    constexpr int kRows = Block<kLanes>::rows;
-    let_next_grid_start();
-    // The walk begins with what was read last, and finds dO in the cache.
-    const HeadRow tile =
-        HeadRow::of_thread<kThreads>(batches, tiles, forward.heads_q, gridDim.x - 1 - blockIdx.x);
+    constexpr int kRows = Team<kLanes>::rows;
+    const int thread = threadIdx.x % kThreads;
     const int64_t batch = tile.batch, head = tile.head, rows = forward.rows_q, first = tile.row * kRows;
-    const int64_t row = first + threadIdx.x;
-    const bool finishes = threadIdx.x < kRows && row < rows;
+    const int64_t row = first + thread;
+    const bool finishes = thread < kRows && row < rows;
     const float lse = finishes ? *statistics_of<const float>(forward.lse, batch, row, head) : 0;
 
     float sums[kRowsOfGroup] = {};
@@ -115,31 +118,71 @@ __global__ void __launch_bounds__(kThreads) attention_delta(const __grid_constan
     // A softcap hides it: what of Q is not finite leaves no mark on lse.
     if (aligned.delta.data && forward.softcap != 0)
         look_for_bad(sums, Rows(forward.q, batch, head, first, rows), int(forward.head_dim));
-    extern __shared__ __align__(16) char memory[];
-    float* const of_rows = reinterpret_cast<float*>(memory);
 #pragma unroll
     for (int i = 0; i < kRowsOfGroup; ++i) {
 #pragma unroll
         for (int step = 1; step < kLanes; step *= 2) sums[i] += __shfl_xor_sync(0xffffffff, sums[i], step);
-        if (threadIdx.x % kLanes == 0) of_rows[threadIdx.x / kLanes + i * Block<kLanes>::groups] = sums[i];
+        if (thread % kLanes == 0) products[thread / kLanes + i * Team<kLanes>::groups] = sums[i];
     }
-    __syncthreads();
-    await_grid_before();  // all threads do, so that whoever waits for this grid means both
-    if (!finishes) return;
-    const bool seen = lse != -INFINITY;
-    const float dlse = problem.dlse.data ? *statistics_of<const float>(problem.dlse, batch, row, head) : 0;
-    const float delta = seen ? of_rows[threadIdx.x] - dlse : 0;
-    if (!aligned.delta.data) {
-        *statistics_of<float>(problem.delta, batch, row, head) = delta;
-        return;
+    meet();
+    stores_may_begin();
+    if (thread >= kRows) return;  // whole warps
+    bool bad = false;
+    if (finishes) {
+        const bool seen = lse != -INFINITY;
+        const float dlse =
+            problem.dlse.data ? *statistics_of<const float>(problem.dlse, batch, row, head) : 0;
+        const float delta = seen ? products[thread] - dlse : 0;
+        if (!aligned.delta.data) {
+            *statistics_of<float>(problem.delta, batch, row, head) = delta;
+            return;
+        }
+        const int64_t place = aligned.rows.place(row);
+        // Nobody computes with a row that is in no sequence, but it is copied beside its neighbours.
+        bad = place < 0 || !(fabsf(lse) + fabsf(delta) < INFINITY);
+        if (bad) *aligned.not_finite = 1;
+        if (place >= 0) {
+            *statistics_of<float>(aligned.delta, batch, place, head) = delta;
+            *statistics_of<float>(aligned.lse_log2, batch, place, head) =
+                seen ? lse * float(GpuMath::unit) : INFINITY;
+        }
     }
-    const int64_t place = aligned.rows.place(row);
-    // Nobody computes with a row that is in no sequence, but it is copied beside its neighbours.
-    if (place < 0 || !(fabsf(lse) + fabsf(delta) < INFINITY)) *aligned.not_finite = 1;
-    if (place < 0) return;
-    *statistics_of<float>(aligned.delta, batch, place, head) = delta;
-    *statistics_of<float>(aligned.lse_log2, batch, place, head) =
-        seen ? lse * float(GpuMath::unit) : INFINITY;
+    if (aligned.progress.done) aligned.progress.tell(batch * forward.heads_q + head, bad);
+}
+
+template <DType dtype, int kLanes>
+__global__ void __launch_bounds__(kThreads) attention_delta(const __grid_constant__ BackwardProblem problem,
+                                                            const __grid_constant__ AlignedStatistics aligned,
+                                                            bool vectors, int64_t batches, int64_t tiles) {
+    extern __shared__ __align__(16) char memory[];
+    let_next_grid_start();
+    // The walk begins with what was read last, and finds dO in the cache.
+    const HeadRow tile = HeadRow::of_thread<kThreads>(batches, tiles, problem.forward.heads_q,
+                                                      gridDim.x - 1 - blockIdx.x);
+    // All threads wait, so that whoever waits for this grid means both.
+    compute_statistics<dtype, kLanes>(
+        problem, aligned, vectors, tile, reinterpret_cast<float*>(memory), [] { __syncthreads(); },
+        [] { await_grid_before(); });
+}
+
+template <DType dtype, int kLanes>
+__global__ void __launch_bounds__(kTeams* kThreads, 1)
+    attention_delta_beside(const __grid_constant__ BackwardProblem problem,
+                           const __grid_constant__ AlignedStatistics aligned, bool vectors, uint32_t tiles,
+                           uint32_t count) {
+#if __CUDA_ARCH__ == 900
+    extern __shared__ __align__(16) char memory[];
+    const uint32_t team = threadIdx.x / kThreads;
+    float* const products = reinterpret_cast<float*>(memory) + team * Team<kLanes>::rows;
+    const auto meet = [&] { barrier_of<kThreads>(1 + team); };
+    await_grid_before();
+    let_next_grid_start();  // which finds counters that are zero, and these blocks running
+    for (uint32_t i = blockIdx.x * kTeams + team; i < count; i += gridDim.x * kTeams) {
+        const HeadRow tile = HeadRow::of_index(i, tiles, uint32_t(problem.forward.heads_q));
+        compute_statistics<dtype, kLanes>(problem, aligned, vectors, tile, products, meet, [] {});
+        meet();  // the products have been read
+    }
+#endif
 }
 
 __global__ void __launch_bounds__(kThreads) attention_clear(uint4* data, int64_t count) {
@@ -151,22 +194,50 @@ __global__ void __launch_bounds__(kThreads) attention_clear(uint4* data, int64_t
 
 }  // namespace
 
-void compute_delta(const BackwardProblem& problem, const AlignedStatistics& to, const Launch& launch) {
+namespace {
+
+// Calls run.template operator()<dtype, lanes>(vectors, tiles of a head).
+template <class Run>
+void dispatch_delta(const BackwardProblem& problem, const Run& run) {
     const ForwardProblem& forward = problem.forward;
-    const int64_t batches = forward.cu_seqlens_q ? 1 : forward.batch;
     dispatch_dtype(forward.dtype, [&]<DType dtype>() {
         const int64_t bytes = sizeof(typename ElementOf<dtype>::Bits);
         const bool vectors = rows_are_vectors(forward.out, forward.head_dim_v, bytes) &&
                              rows_are_vectors(problem.dout, forward.head_dim_v, bytes);
-        const auto run = [&](auto kernel, int rows) {
-            const int64_t tiles = (forward.rows_q + rows - 1) / rows;
-            launch_kernel("attention_delta", kernel, batches * tiles * forward.heads_q, kThreads,
-                          rows * sizeof(float), launch, problem, to, vectors, batches, tiles);
+        const auto run_with = [&]<int kLanes>() {
+            constexpr int rows = Team<kLanes>::rows;
+            run.template operator()<dtype, kLanes>(vectors, (forward.rows_q + rows - 1) / rows);
         };
         if (forward.head_dim_v * bytes % 128 == 0)
-            run(attention_delta<dtype, 8>, Block<8>::rows);
+            run_with.template operator()<8>();
         else
-            run(attention_delta<dtype, 4>, Block<4>::rows);
+            run_with.template operator()<4>();
+    });
+}
+
+}  // namespace
+
+void compute_delta(const BackwardProblem& problem, const AlignedStatistics& to, const Launch& launch) {
+    const ForwardProblem& forward = problem.forward;
+    const int64_t batches = forward.cu_seqlens_q ? 1 : forward.batch;
+    dispatch_delta(problem, [&]<DType dtype, int kLanes>(bool vectors, int64_t tiles) {
+        launch_kernel("attention_delta", attention_delta<dtype, kLanes>, batches * tiles * forward.heads_q,
+                      kThreads, Team<kLanes>::rows * sizeof(float), launch, problem, to, vectors, batches,
+                      tiles);
+    });
+}
+
+void compute_delta_beside(const BackwardProblem& problem, AlignedStatistics& to, int64_t blocks,
+                          const Launch& launch) {
+    const ForwardProblem& forward = problem.forward;
+    dispatch_delta(problem, [&]<DType dtype, int kLanes>(bool vectors, int64_t tiles) {
+        if constexpr (dtype != DType::float32) {
+            to.progress.all = uint32_t(tiles * Team<kLanes>::rows / 32);
+            launch_kernel("attention_delta_beside", attention_delta_beside<dtype, kLanes>, blocks,
+                          kTeams * kThreads, kTeams * Team<kLanes>::rows * sizeof(float), launch, problem,
+                          to, vectors, uint32_t(tiles),
+                          uint32_t(forward.batch * tiles * forward.heads_q));
+        }
     });
 }
 

@@ -21,10 +21,8 @@ struct HeadRow {
         return count <= UINT32_MAX ? of_index(uint32_t(index), uint32_t(rows), uint32_t(heads), index < count)
                                    : of_index(index, rows, heads, index < count);
     }
-
-  private:
     template <class Integer>
-    __device__ static HeadRow of_index(Integer index, Integer rows, Integer heads, bool exists) {
+    __device__ static HeadRow of_index(Integer index, Integer rows, Integer heads, bool exists = true) {
         const Integer position = index / heads;
         return {int64_t(position / rows), int64_t(position % rows), int64_t(index % heads), exists};
     }

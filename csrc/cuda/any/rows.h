@@ -3,6 +3,7 @@
 
 #include "../../attention/sequence.h"
 #include "../kernel.h"
+#include "delta_progress.cuh"
 
 namespace flash::cuda {
 
@@ -15,8 +16,13 @@ struct AlignedStatistics {
     RowStatistics lse_log2, delta;
     AlignedRows rows;
     uint32_t* not_finite;
+    DeltaProgress progress;
 };
 void compute_delta(const BackwardProblem& problem, const AlignedStatistics& to, const Launch& launch);
+// The same of a dense batch, the same bits, on Hopper by few blocks, a multiprocessor each, beside those of
+// the next grid, which waits for each head's (progress, whose `all` is set). In the order in which rows lie.
+void compute_delta_beside(const BackwardProblem& problem, AlignedStatistics& to, int64_t blocks,
+                          const Launch& launch);
 // So many bytes, a multiple of 16, become zero. compute_delta may overlap it, also if not_finite is among
 // them; cudaMemsetAsync would have to end before.
 void clear(void* data, int64_t bytes, const Launch& launch);

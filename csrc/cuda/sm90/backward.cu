@@ -41,9 +41,10 @@ __global__ void __launch_bounds__(kConfiguration.threads, 1)
         shared.start();
         fence_async_proxy();
     }
-    await_grid_before();
+    const bool beside = statistics.progress.done;
+    if (!beside) await_grid_before();
     let_next_grid_start();
-    if (threadIdx.x == 0) shared.all_finite = *statistics.not_finite == 0;
+    if (threadIdx.x == 0) shared.all_finite = beside || *statistics.not_finite == 0;
     __syncthreads();
     // Asked where it is wanted: kept, it takes a register from the products.
     const auto walks = [&] { return kInWalk || dq_finish.block_walks(); };
@@ -76,6 +77,8 @@ __global__ void __launch_bounds__(kConfiguration.threads, 1)
                 .run();
         if constexpr (!kInWalk) finisher.store();
     }
+    // Whoever waits for this grid means the one before, too.
+    if (statistics.progress.done) await_grid_before();
 }
 
 const char* why_not(const BackwardProblem& whole, const Device&) {
@@ -260,8 +263,9 @@ void launch(const BackwardProblem& problem, const Launch& launch) {
     const ForwardProblem& forward = problem.forward;
     char* const workspace = static_cast<char*>(launch.workspace) + padded(TileQueue::workspace_bytes);
     const StatisticsSpace space(forward);
-    const AlignedStatistics statistics = space.at(workspace);
     Walk walk(forward, launch.device);
+    const int64_t for_delta = walk.whole_units() ? 0 : blocks_for_delta(forward, walk.keys, launch);
+    AlignedStatistics statistics = space.at(workspace, for_delta > 0);
     char* const turns = workspace + space.bytes();
     char* const parts_counters = turns + walk.turns_bytes();
     char* const finish_counter = parts_counters + walk.parts_counter_bytes();
@@ -274,7 +278,7 @@ void launch(const BackwardProblem& problem, const Launch& launch) {
     walk.dq_sums.lie_at(sums);
     walk.parts.lie_at(parts_counters, sums + padded(walk.dq_sums.bytes()));
     clear(zeros, sums - zeros + zero_sums, launch);
-    compute_delta(problem, statistics, launch.overlapping());
+    compute_delta(problem, statistics, for_delta, launch);
     constexpr int query_tile = kConfiguration.query_tile, key_tile = kConfiguration.key_tile;
     // By a counter, since blocks in step would add to the same sums at the same time; strictly, since blocks
     // wait for those that take tiles before them.

@@ -30,8 +30,8 @@ inline const char* why_not_backward(const BackwardProblem& whole) {
     return nullptr;
 }
 
-// lse in log 2, delta, and, last, whether they are finite, and whether keys are not: to be zero before that
-// is computed.
+// lse in log 2, delta, and, last, whether they are finite, whether keys are not, and how far delta is: to be
+// zero before that is computed.
 class StatisticsSpace {
   public:
     explicit StatisticsSpace(const ForwardProblem& problem)
@@ -40,16 +40,22 @@ class StatisticsSpace {
           batches_(problem.cu_seqlens_q ? 1 : problem.batch) {}
 
     int64_t zeros() const { return 2 * array_bytes(); }  // where they begin
-    int64_t bytes() const { return zeros() + padded(2 * sizeof(uint32_t)); }
+    int64_t bytes() const { return zeros() + padded((2 + batches_ * heads_) * sizeof(uint32_t)); }
 
-    AlignedStatistics at(char* space) const {
-        return {array_at(space), array_at(space + array_bytes()), rows_,
-                reinterpret_cast<uint32_t*>(space + zeros())};
+    // beside: delta is computed beside the kernel that is given this.
+    AlignedStatistics at(char* space, bool beside) const {
+        uint32_t* const counters = counters_at(space);
+        return {array_at(space),
+                array_at(space + array_bytes()),
+                rows_,
+                counters,
+                {beside ? counters + 2 : nullptr}};
     }
 
-    uint32_t* bad_keys(char* space) const { return reinterpret_cast<uint32_t*>(space + zeros()) + 1; }
+    uint32_t* bad_keys(char* space) const { return counters_at(space) + 1; }
 
   private:
+    uint32_t* counters_at(char* space) const { return reinterpret_cast<uint32_t*>(space + zeros()); }
     int64_t array_bytes() const { return padded(batches_ * heads_ * rows_.count() * int64_t(sizeof(float))); }
     RowStatistics array_at(void* data) const {
         const int64_t rows = rows_.count();
@@ -59,6 +65,26 @@ class StatisticsSpace {
     AlignedRows rows_;
     int64_t heads_, batches_;
 };
+
+// So many blocks compute delta while others begin to walk; 0: all do, before. It is bound by the memory, of
+// which a third of the multiprocessors have nearly as much as all have. They begin to walk a few tiles later
+// than the others, so walks have to be many, and are not to end all at the same time, unless they are short.
+inline int64_t blocks_for_delta(const ForwardProblem& problem, const RowTiling& keys, const Launch& launch) {
+    const int64_t blocks = launch.device.multiprocessors;
+    if (problem.cu_seqlens_q || problem.cu_seqlens_k || problem.head_dim_v <= 64) return 0;
+    const bool end_together = !has_diagonal(problem) && problem.head_dim <= 128;
+    if (problem.seqlen_q > (end_together ? 1024 : 2048)) return 0;
+    return keys.count() >= 4 * blocks ? blocks / 3 : 0;
+}
+
+// beside: so many blocks (blocks_for_delta); 0: before.
+inline void compute_delta(const BackwardProblem& problem, AlignedStatistics& statistics, int64_t beside,
+                          const Launch& launch) {
+    if (beside > 0)
+        compute_delta_beside(problem, statistics, beside, launch.overlapping());
+    else
+        compute_delta(problem, statistics, launch.overlapping());
+}
 
 inline BackwardMaps maps_of(const BackwardProblem& problem, const AlignedStatistics& statistics, DType dtype,
                             int query_tile, int key_tile, bool biased) {

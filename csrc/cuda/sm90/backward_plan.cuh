@@ -97,7 +97,8 @@ enum class BackwardOrder {
 constexpr int kBackwardPlans = 2;
 
 struct BackwardPlan {
-    bool end;  // there is no tile any more; nothing else is set
+    bool end;         // there is no tile any more; nothing else is set
+    bool all_finite;  // lse and delta of the queries, and so Q and dO
     TileOrder::Place place;
     RowTile tile;
     uint32_t part;         // which one is walked (walk_parts.cuh)
@@ -270,7 +271,7 @@ struct BackwardShared : BackwardExchange<c> {
     // Of the plans' tiles. Whoever makes a plan forgets those of the one that was there before.
     uint32_t bad_keys[kBackwardPlans][(c.key_tile + 31) / 32];
     bool has_bad_keys[kBackwardPlans];
-    bool all_finite;  // lse and delta of all queries, and so Q and dO
+    bool all_finite;  // as plans have it, of all queries; if delta was there when the grid began
     BackwardPlan plans[kBackwardPlans];
     BackwardBias<c> bias;
     // Sums take the place of what was multiplied.

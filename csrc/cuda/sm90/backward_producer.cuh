@@ -64,6 +64,7 @@ class BackwardProducer {
                 __syncwarp();
                 const BackwardPlan& plan = shared_.plan(tile);
                 if (!plan.end) zeros.await(plan.place.head);
+                await_delta(shared_.plan(tile));
                 if (lane_index() == 0) mbarrier_arrive(in_ring(shared_.planned, tile));
                 if (!plan.end) zeros.clear_later(plan.place, dq_sums_);
             } else {
@@ -84,7 +85,8 @@ class BackwardProducer {
                 const int first_row = int(plan.tile.sequence.first_query_row), group = plan.tile.group;
                 const int first_statistic = plan.first_statistic;
                 const bool first_lane = lane_index() == 0;
-                const bool all_finite = shared_.all_finite;
+                const bool all_finite = plan.all_finite;
+                if (statistics_.progress.done) fence_async_proxy_of_memory();  // who made the plan has waited
                 // A bias may hide what is not finite anywhere.
                 const bool partial = plan.partial || (c.biased && !all_finite);
                 const uint32_t of_tile =
@@ -186,6 +188,17 @@ class BackwardProducer {
         } else {
             plan.end = true;
         }
+    }
+    // Of the plan's queries.
+    __device__ __forceinline__ void await_delta(BackwardPlan& plan) const {
+        bool all_finite = shared_.all_finite;
+        if (statistics_.progress.done && !plan.end && plan.has_queries) {
+            const int64_t heads = problem_.forward.heads_q, group = plan.tile.group;
+            const int64_t first = plan.tile.batch * heads + plan.tile.head * group;
+            all_finite = statistics_.progress.await(first, int(group));
+        }
+        if (lane_index() == 0) plan.all_finite = all_finite;
+        __syncwarp();
     }
     // False at the end.
     __device__ __forceinline__ bool next_place(TileQueue::Reader& queue, uint32_t tile,

@@ -24,7 +24,7 @@ struct ScoreGradients {
     uint32_t* bad_keys;    // 1 if a key that somebody sees is not finite, else 0
     int64_t first_head;    // of all batch entries
     int64_t head_groups;
-    bool beside;  // the grid before multiplies what is in another place, and may still run
+    bool beside;  // the grid before may still run: it multiplies what is in another place, or computes delta
     ScoreGradientRows rows;
 
     __device__ __forceinline__ char* at(int64_t head, Position key, Position query) const {
@@ -69,11 +69,12 @@ class ScoreGradientSpace {
     // Copies of whole tiles read before the first group, and behind the last one.
     int64_t bytes() const { return exists() ? places_ * place_bytes() + 2 * overhang_ : 0; }
 
-    // Calls launch(first key head, how many, ScoreGradients) for all of them.
+    // Calls launch(first key head, how many, ScoreGradients) for all of them. begins_beside: the first ones
+    // run beside the grid before.
     template <class Launch>
-    void each(char* space, uint32_t* bad_keys, const Launch& launch) const {
+    void each(char* space, uint32_t* bad_keys, bool begins_beside, const Launch& launch) const {
         for (int64_t first = 0, i = 0; first < key_heads_; first += at_once_, ++i) {
-            const bool beside = i > 0 && places_ > 1;
+            const bool beside = i > 0 ? places_ > 1 : begins_beside;
             char* const place = space + overhang_ + i % places_ * place_bytes();
             launch(first, std::min(at_once_, key_heads_ - first),
                    ScoreGradients{place, bad_keys, first * group_, head_groups_, beside, rows_});
@@ -99,15 +100,15 @@ class ScoreGradientSpace {
         }
 
         double least(int64_t heads) const { return double(heads) * (keys + queries) / (diagonal ? 2 : 1); }
-        // beside: dQ's kernel and the next heads' other one fill each other's ends; not all of it, since that
-        // waits for the one before. Under a diagonal the longest tiles come first, and little is idle.
+        // beside: dQ's kernel and the next heads' other one fill a third of each other's ends, as measured.
+        // Under a diagonal the longest tiles come first, and little is idle.
         double of(int64_t heads, bool beside) const {
             const double of_keys = double(heads) * keys, of_queries = double(heads) * queries;
             const double all = least(heads);
             if (diagonal)
                 return 0.2 + (beside ? all : of_keys / 2 + std::max(of_queries / 2, query_tile));
-            if (!beside) return std::ceil(of_keys) + std::ceil(of_queries / query_tile) * query_tile;
-            return all + 0.35 * (std::ceil(all) - all);
+            const double rounds = std::ceil(of_keys) + std::ceil(of_queries / query_tile) * query_tile;
+            return beside ? all + 0.65 * (rounds - all) : rounds;
         }
         double of_all(int64_t heads, int64_t at_once, bool beside) const {
             const int64_t rest = heads % at_once;

@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(kConfiguration.threads, 1)
     }
     if (!ds.beside) await_grid_before();
     let_next_grid_start();
-    if (threadIdx.x == 0) shared.all_finite = *statistics.not_finite == 0;
+    if (threadIdx.x == 0) shared.all_finite = statistics.progress.done || *statistics.not_finite == 0;
     __syncthreads();
     if (threadIdx.x >= kConfiguration.consumers) {
         shrink_registers<kProducerRegisters>();
@@ -186,12 +186,14 @@ void launch(const BackwardProblem& problem, const Launch& launch) {
     char* const counters = static_cast<char*>(launch.workspace);
     char* const workspace = counters + 2 * padded(TileQueue::workspace_bytes);
     const StatisticsSpace space(forward);
-    const AlignedStatistics statistics = space.at(workspace);
     Walk walk(forward, launch.device);
+    const ScoreGradientSpace of_scores = space_of_ds(forward, launch.device);
+    const int64_t for_delta = of_scores.exists() ? blocks_for_delta(forward, walk.keys, launch) : 0;
+    AlignedStatistics statistics = space.at(workspace, for_delta > 0);
     char* const parts_counters = workspace + space.bytes();
     walk.parts.lie_at(parts_counters, parts_counters + walk.counter_bytes());
     clear(workspace + space.zeros(), space.bytes() - space.zeros() + walk.counter_bytes(), launch);
-    compute_delta(problem, statistics, launch.overlapping());
+    compute_delta(problem, statistics, for_delta, launch);
     const float unit = score_unit(forward, kConfiguration.transformed);
     constexpr int query_tile = kConfiguration.query_tile, key_tile = kConfiguration.key_tile;
     const BackwardMaps maps = maps_of(problem, statistics, kDType, query_tile, key_tile, false);
@@ -204,7 +206,6 @@ void launch(const BackwardProblem& problem, const Launch& launch) {
         launch_walk(attention_key_gradients, queue.tiling, kConfiguration.threads, sizeof(Shared),
                     launch.overlapping(), problem, maps, statistics, queue, no_sums, unit, walk.parts, ds);
     };
-    const ScoreGradientSpace of_scores = space_of_ds(forward, launch.device);
     if (of_scores.exists()) {
         const RowTiling queries = query_tiling(forward, kStored.queries(), launch.device);
         const int64_t group = RowTiling::group_of(forward), parts = keys.heads() / walk.parts.key_heads();
@@ -218,7 +219,7 @@ void launch(const BackwardProblem& problem, const Launch& launch) {
         };
         // Copies bring whole tiles, of which some blocks may have been stored by nobody: what is not seen.
         if (kSanitized) set_zero(memory, of_scores.bytes(), FLASH_KERNEL_NAME, launch);
-        of_scores.each(memory, space.bad_keys(workspace), launch_some);
+        of_scores.each(memory, space.bad_keys(workspace), for_delta > 0, launch_some);
         return;
     }
     launch_keys(TileQueue(keys, keys.count(), 0, key_counter), {});
