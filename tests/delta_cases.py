@@ -12,7 +12,7 @@ HEAD_DIMS = ((96, 96), (128, 128), (192, 192), (192, 128), (256, 256))
 FEATURES = {
     "plain": {},
     "causal": {"causal": True},
-    "groups": {"causal": True, "num_heads_k": 2},
+    "groups": {"causal": True, "num_heads": 8},  # as many tiles of keys as without
     "window": {"window_size": (70, 30)},
     "ALiBi": {"causal": True, "alibi": "heads"},
     "softcap": {"softcap": 5.0},

@@ -192,10 +192,6 @@ __global__ void __launch_bounds__(kThreads) attention_clear(uint4* data, int64_t
         data[i] = uint4{};
 }
 
-}  // namespace
-
-namespace {
-
 // Calls run.template operator()<dtype, lanes>(vectors, tiles of a head).
 template <class Run>
 void dispatch_delta(const BackwardProblem& problem, const Run& run) {
