@@ -37,6 +37,16 @@ def check_entries(given):
         assert_bitwise(alone, dataclasses.replace(whole, **parts))
 
 
+def check_last_heads(dtype, head_dim, **options):
+    """Of a causal batch's last heads no tile of keys waits for another (csrc/cuda/sm90/walk_end.h): all bits
+    but those of dQ are as where all wait."""
+    given = case(dtype, "causal", (head_dim, head_dim), seqlen_q=770, seqlen_k=780, **options)
+    inputs, dlse = given.draw(), given.draw_dlse()
+    free, waiting = (run(given, inputs, dlse, deterministic=all_wait) for all_wait in (False, True))
+    given.check(inputs, dlse, free)
+    assert_bitwise(waiting, free, names=("out", "lse", "dk", "dv"))
+
+
 def check_gradient_that_is_not_finite(given):
     """Of one query it makes NaN what that query sees, and changes no bit elsewhere."""
     q, k, v, dout = given.draw()

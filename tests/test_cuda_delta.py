@@ -28,3 +28,9 @@ def test_an_entry_has_the_bits_that_it_has_alone(features, head_dims):
 @pytest.mark.parametrize("features", ["causal", "groups", "ALiBi"])
 def test_a_gradient_that_is_not_finite(features, head_dims):
     cases.check_gradient_that_is_not_finite(cases.case(torch.float16, features, head_dims, **MORE))
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+def test_last_heads_under_a_diagonal(head_dim, dtype):
+    cases.check_last_heads(dtype, head_dim, batch=50, device=DEVICE)

@@ -63,9 +63,11 @@ class RowTiling {
     static bool are_long(const ForwardProblem& problem, Position tile) {
         return tiles_of_keys(problem, tile) >= 64;
     }
-    // Whatever the mask, heads that go together have so many tiles.
-    static RowTiling of_keys_together(const ForwardProblem& problem, Position tile, int64_t least_tiles) {
-        return RowTiling(problem, false, tile, 1, least_tiles);
+    // Whatever the mask, heads that go together have so many tiles, and those that come last so many; 0: as
+    // TileOrder has it.
+    static RowTiling of_keys_together(const ForwardProblem& problem, Position tile, int64_t least_tiles,
+                                      int64_t last_tiles = 0) {
+        return RowTiling(problem, false, tile, 1, least_tiles, last_tiles);
     }
     // Where heads wait for those so many before them: all of a section are among so many, and sections are no
     // larger than have so many tiles, or a little more.

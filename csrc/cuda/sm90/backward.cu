@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(kConfiguration.threads, 1)
                        const __grid_constant__ TileQueue queue, const __grid_constant__ DqSums dq_sums,
                        const __grid_constant__ DqZeros dq_zeros, uint32_t* turns, BackwardOrder order,
                        const __grid_constant__ float score_unit, const __grid_constant__ DqFinish dq_finish,
-                       const __grid_constant__ WalkParts parts) {
+                       const __grid_constant__ WalkParts parts, const __grid_constant__ WalkEnd end) {
     extern __shared__ __align__(1024) char memory[];
     Shared& shared = *reinterpret_cast<Shared*>(memory);
     if (threadIdx.x == 0) {
@@ -48,12 +48,12 @@ __global__ void __launch_bounds__(kConfiguration.threads, 1)
     __syncthreads();
     // Asked where it is wanted: kept, it takes a register from the products.
     const auto walks = [&] { return kInWalk || dq_finish.block_walks(); };
-    const DqFinisher<kDType, kConfiguration> finisher(problem, dq_sums, dq_finish, parts, shared);
+    const DqFinisher<kDType, kConfiguration> finisher(problem, dq_sums, dq_finish, parts, end, shared);
     if (threadIdx.x >= kConfiguration.consumers) {
         shrink_registers<kProducerRegisters>();
         const int warp = int(threadIdx.x - kConfiguration.consumers) / 32;
         BackwardProducer<kDType, kConfiguration> producer(problem, maps, statistics, queue, dq_sums, order,
-                                                          parts, shared);
+                                                          parts, end, shared);
         if (warp < kConfiguration.warpgroups) {
             DqAdder<kDType, kConfiguration> adder(dq_sums, turns, order == BackwardOrder::turns, shared,
                                                   warp);
@@ -123,6 +123,7 @@ struct Walk {
     WalkParts parts;
     ForwardProblem in_parts;  // as if a part were a key head's whole group
     RowTiling keys;
+    WalkEnd end;
     DqSums dq_sums;
     DqZeros dq_zeros;
     DqFinish dq_finish;
@@ -134,6 +135,7 @@ struct Walk {
           parts(parts_of(problem, device)),
           in_parts(parts.of(problem)),
           keys(tiling(in_parts, device)),
+          end(ends_free(problem, device) ? WalkEnd(keys.last_section(), keys.heads()) : WalkEnd()),
           dq_sums(sums(in_parts, device)),
           dq_zeros(zeros(problem, device)),
           dq_finish(whole_units() ? DqFinish() : finish(problem, device)) {}
@@ -198,6 +200,13 @@ struct Walk {
         if (heads == group && group > 3 && queries >= 4096 && too_large) heads = 1;
         return WalkParts::of_heads_in_a_row(group / heads, tiles.key_heads());
     }
+    // Whether the last heads' tiles are those of walk_end.h. It takes the time to clear their sums, and to
+    // make dQ of them at the very end: of short walks more than is won.
+    bool ends_free(const ForwardProblem& problem, const Device& device) const {
+        if (order != BackwardOrder::turns || problem.deterministic || parts.divide()) return false;
+        return has_diagonal(problem) && every_query_sees_keys(problem) && RowTiling::group_of(problem) == 1 &&
+               problem.seqlen_k >= 768 && tiles.count() >= 4 * device.multiprocessors;
+    }
     static bool sees_all(const ForwardProblem& problem) {
         return problem.window_right < 0 && problem.window_left < 0 && !problem.cu_seqlens_q &&
                !problem.cu_seqlens_k && !has_map(problem);
@@ -214,7 +223,8 @@ struct Walk {
                                                                            : blocks;
         if (parts.divide() && parts.in_a_row())
             return RowTiling::of_keys_apart(problem, kConfiguration.key_tile, parts.key_heads(), together);
-        return last_keys_store() ? RowTiling::of_keys_together(problem, kConfiguration.key_tile, together)
+        return last_keys_store() ? RowTiling::of_keys_together(problem, kConfiguration.key_tile, together,
+                                                               ends_free(problem, device) ? blocks : 0)
                                  : RowTiling::of_keys_soon_done(problem, kConfiguration.key_tile,
                                                                 device.l2_bytes / 3, blocks);
     }
@@ -272,7 +282,8 @@ void launch(const BackwardProblem& problem, const Launch& launch) {
     char* const zeros_counters = finish_counter + padded(walk.dq_finish.bytes());
     char* const sums = zeros_counters + padded(walk.dq_zeros.bytes());
     char* const zeros = workspace + space.zeros();
-    const int64_t zero_sums = walk.whole_units() ? 0 : walk.dq_sums.bytes_of(walk.dq_zeros.lead());
+    const int64_t zero_units = std::max(walk.dq_zeros.lead(), walk.end.heads());
+    const int64_t zero_sums = walk.whole_units() ? 0 : walk.dq_sums.bytes_of(zero_units);
     walk.dq_finish.lie_at(finish_counter);
     walk.dq_zeros.lie_at(zeros_counters);
     walk.dq_sums.lie_at(sums);
@@ -293,7 +304,7 @@ void launch(const BackwardProblem& problem, const Launch& launch) {
                   walk.blocks(launch.device), kConfiguration.threads, sizeof(Shared), launch.overlapping(),
                   problem, maps, gradients, statistics, queue, walk.dq_sums, walk.dq_zeros,
                   walk.last_keys_store() ? reinterpret_cast<uint32_t*>(turns) : nullptr, walk.order,
-                  score_unit(forward, kConfiguration.transformed), walk.dq_finish, walk.parts);
+                  score_unit(forward, kConfiguration.transformed), walk.dq_finish, walk.parts, walk.end);
     if constexpr (kConfiguration.biased)
         if (problem.dbias.data) FLASH_BIAS_GRADIENT(problem, statistics, launch);
 }

@@ -66,9 +66,10 @@ class BackwardConsumer {
             dv_.fill(zero[0]);
             if (!kInWalk)
                 parts_.begin<c.consumers, kTilesOfParts>(plan.part, plan.tile_of_all, thread_, dk_, dv_);
+            bool values_stored = false;
             if (plan.has_queries) {
                 if constexpr (kTakesTurns)
-                    walk_in_turns(tile, n);
+                    values_stored = walk_in_turns(plan, tile, n);
                 else
                     walk(tile, n);
             } else {
@@ -77,7 +78,7 @@ class BackwardConsumer {
                 leave_keys();
                 await_stores();
             }
-            store(plan, tile, n);
+            store(plan, tile, n, values_stored);
         }
         await_stores();
     }
@@ -107,9 +108,9 @@ class BackwardConsumer {
     static constexpr bool kInHalves = c.query_tile == 64 && !c.transformed;
     // Where dQ is finished in the walk, which makes them longer, turns lose 1 to 4 %, but win as much at 96.
     static constexpr bool kTakesTurns = c.takes_turns() && (!kInWalk || c.head_dim == 96);
-    // Barriers; 0 is the block's. kTurns is two; kRoom: the second warpgroup's dS is no longer needed, where
-    // it has one place; kSecond: of the second warpgroup alone.
-    static constexpr int kConsumers = 1, kTurns = 2, kRoom = 4, kSecond = 5;
+    // Barriers; 0 is the block's. kTurns is two, and so is kOwn, of a warpgroup alone; kRoom: the second
+    // warpgroup's dS is no longer needed, where it has one place.
+    static constexpr int kConsumers = 1, kTurns = 2, kRoom = 4, kOwn = 5;
     static constexpr int kPanels = c.columns() / kPanel;  // of a gradient
     static constexpr int kTilesOfParts = 2 * Gradient::column_tiles;
 
@@ -121,6 +122,9 @@ class BackwardConsumer {
     __device__ __forceinline__ int warp_row() const { return int(thread_) / 32 * 16; }
     __device__ __forceinline__ uint32_t warpgroup_rows() const { return warpgroup_ * 64 * kPanelRowBytes; }
     __device__ __forceinline__ static void meet() { barrier_of<c.consumers>(kConsumers); }
+    __device__ __forceinline__ void meet_own() const {
+        barrier_of<128>(kOwn + warpgroup_);
+    }
 
     __device__ __forceinline__ void await_queries(uint32_t n) const {
         mbarrier_wait(in_ring(shared_.q_full, n), parity(shared_.q_full, n));
@@ -193,8 +197,10 @@ class BackwardConsumer {
     }
 
     // The tiles of queries that see the tile of keys, from the n-th of the block on; n becomes the next one.
-    __device__ __forceinline__ void walk(uint32_t tile, uint32_t& n);           // backward_walk.cuh
-    __device__ __forceinline__ void walk_in_turns(uint32_t tile, uint32_t& n);  // backward_turns.cuh
+    __device__ __forceinline__ void walk(uint32_t tile, uint32_t& n);  // backward_walk.cuh
+    // True if dV has been stored, too.
+    __device__ __forceinline__ bool walk_in_turns(const BackwardPlan& plan, uint32_t tile,
+                                                  uint32_t& n);  // backward_turns.cuh
     __device__ __forceinline__ void await_turn() const { barrier_of<c.consumers>(kTurns + warpgroup_); }
     __device__ __forceinline__ void pass_turn() const {
         arrive_at_barrier_of<c.consumers>(kTurns + 1 - warpgroup_);
@@ -213,17 +219,21 @@ class BackwardConsumer {
         mbarrier_arrive_warp(shared_address(&shared_.k_empty), thread_);
     }
 
-    // What of K is not finite becomes 0, for dQ = dS K, where it may meet a gradient of 0; its keys are
-    // noted. Of such a key no score is finite, and s are those of the tile's first queries.
+    // What of the warpgroup's rows of K is not finite becomes 0, for dQ = dS K, where it may meet a gradient
+    // of 0; its keys are noted. Of such a key no score is finite, and s are those of the tile's first
+    // queries. Before dQ the warpgroups meet, or one has waited for its turn.
     __device__ __forceinline__ void look_for_bad_keys(const Scores& s, uint32_t tile) const {
-        bool& has_bad_keys = shared_.has_bad_keys[tile % 2];
+        bool& has_bad_keys = shared_.has_bad_keys[tile % 2][warpgroup_];
         if (fmaf(s.at(0, 0), 0, s.at(1, 0) * 0) != 0) has_bad_keys = true;
-        meet();
+        meet_own();
         if (!has_bad_keys) return;
-        clear_bad_elements<dtype, c.consumers, KeyTile>(shared_address(shared_.k),
-                                                        shared_.bad_keys[tile % 2]);
+        using Panel = TileLayout<64, kPanel, 2, kPanel>;
+        uint32_t place = shared_address(shared_.k) + warpgroup_rows();
+#pragma unroll 1
+        for (int panel = 0; panel < KeyTile::panels; ++panel, place += KeyTile::panel_bytes)
+            clear_bad_elements<dtype, 128, Panel>(place, shared_.bad_keys[tile % 2] + warpgroup_ * 2);
         fence_async_proxy();
-        meet();
+        meet_own();
     }
 
     // Numbers of a lane's queries: two columns of each 8.
@@ -345,59 +355,78 @@ class BackwardConsumer {
         store_rows<dtype>(rows, dq, first + warp % row_warps * 16, {0, plan.tile.sequence.seqlen_q});
     }
 
-    // n: the next tile of queries.
-    __device__ __forceinline__ void store(const BackwardPlan& plan, uint32_t tile, uint32_t n) {
+    // dK, and dV unless it has been stored. n: the next tile of queries.
+    __device__ __forceinline__ void store(const BackwardPlan& plan, uint32_t tile, uint32_t n,
+                                          bool values_stored) {
         const ForwardProblem& problem = problem_.forward;
         const RowTile keys = plan.tile;
-        const Position first = keys.first + warp_row();
         const uint32_t part = plan.part, tile_of_all = plan.tile_of_all;
         shared_.leave_plan(tile);  // before the stores: what ptxas keeps in memory comes behind them
-        // The next dS's place is free; the other one when everybody's last dQ is multiplied.
-        if constexpr (ScoreTile::panels == 1 || Shared::kBuffers == 1) meet();
-        if (!parts_.end<c.consumers, kTilesOfParts>(part, tile_of_all, thread_, dk_, dv_)) return;
-        dk_ *= float(problem.softmax_scale);
-        // A copy leaves out what lies behind the tensor's rows, but would write those of the next sequence.
-        const bool whole = keys.rows.begin <= first && first + 16 <= keys.rows.end;
-        if (__any_sync(0xffffffff, maps_.dk.fits & maps_.dv.fits & (whole | !problem.cu_seqlens_k))) {
-            store_panels<0>(PackedGradient(dv_), PackedGradient(dk_), n,
-                            int(keys.sequence.first_key_row) + first, int(keys.key_head),
-                            tensor_batch(problem.cu_seqlens_k, keys));
+        // The next dS's place is free; the other one when everybody's last dQ is multiplied, as it is behind
+        // the last turn.
+        if constexpr (!kTakesTurns && (ScoreTile::panels == 1 || Shared::kBuffers == 1)) meet();
+        if (!values_stored && !parts_.end<c.consumers, kTilesOfParts>(part, tile_of_all, thread_, dk_, dv_))
             return;
+        dk_ *= float(problem.softmax_scale);
+        if (values_stored) {
+            await_stores();
+            store_panels<kPanels, 2 * kPanels, 2>(n, keys);
+        } else if (copies_store(keys)) {
+            store_panels<0, 2 * kPanels, 2>(n, keys);
+        } else {
+            const auto rows_of = [&](const TensorView& view, int64_t head_dim) {
+                return HeadRows<Bits<dtype>>(view, keys.unowned ? 0 : keys.batch, keys.sequence.first_key_row,
+                                             keys.key_head, head_dim);
+            };
+            const Position first = keys.first + warp_row();
+            store_rows<dtype>(rows_of(problem_.dv, problem.head_dim_v), dv_, first, keys.rows);
+            store_rows<dtype>(rows_of(problem_.dk, problem.head_dim), dk_, first, keys.rows);
         }
-        const auto rows_of = [&](const TensorView& view, int64_t head_dim) {
-            return HeadRows<Bits<dtype>>(view, keys.unowned ? 0 : keys.batch, keys.sequence.first_key_row,
-                                         keys.key_head, head_dim);
-        };
-        store_rows<dtype>(rows_of(problem_.dv, problem.head_dim_v), dv_, first, keys.rows);
-        store_rows<dtype>(rows_of(problem_.dk, problem.head_dim), dk_, first, keys.rows);
+    }
+    // dV, while dQ of the last tile of queries is still to be multiplied. n: the next one, whose dS's place
+    // is free; others are not. False if that is not possible.
+    __device__ __forceinline__ bool store_values(const RowTile& keys, uint32_t n) const {
+        if (parts_.divide() || !copies_store(keys)) return false;
+        store_panels<0, kPanels, 1>(n, keys);
+        return true;
     }
 
-    // By way of the warp's two places in dS, where its next dS, and that behind it, will be. kIndex: of the
-    // panels of dV, then of dK.
-    template <int kIndex>
-    __device__ __forceinline__ void store_panels(const PackedGradient& dv, const PackedGradient& dk,
-                                                 uint32_t n, int row, int head, int batch) const {
-        if constexpr (kIndex > 0) await_stores();
-        stage<kIndex>(dv, dk, n);
-        stage<kIndex + 1>(dv, dk, n);
+    // The same for the whole warp. A copy leaves out what lies behind the tensor's rows, but would write
+    // those of the next sequence.
+    __device__ __forceinline__ bool copies_store(const RowTile& keys) const {
+        const Position first = keys.first + warp_row();
+        const bool whole = keys.rows.begin <= first && first + 16 <= keys.rows.end;
+        return __any_sync(0xffffffff,
+                          maps_.dk.fits & maps_.dv.fits & (whole | !problem_.forward.cu_seqlens_k));
+    }
+    // Panels of dV, then of dK, by way of so many of the warp's places in dS, where its next dS will be, and
+    // that behind it.
+    template <int kFirst, int kEnd, int kPlaces>
+    __device__ __forceinline__ void store_panels(uint32_t n, const RowTile& keys) const {
+        constexpr bool kTwo = kPlaces > 1 && kFirst + 1 < kEnd;
+        stage<kFirst>(own_scores(n, 0));
+        if constexpr (kTwo) stage<kFirst + 1>(own_scores(n, 1));
         fence_async_proxy();
         __syncwarp();
         if (thread_ % 32 == 0) {
-            start_copy<kIndex>(n, row, head, batch);
-            start_copy<kIndex + 1>(n, row, head, batch);
+            start_copy<kFirst>(own_scores(n, 0), keys);
+            if constexpr (kTwo) start_copy<kFirst + 1>(own_scores(n, 1), keys);
             bulk_commit();
         }
-        if constexpr (kIndex + 2 < 2 * kPanels) store_panels<kIndex + 2>(dv, dk, n, row, head, batch);
+        if constexpr (kFirst + 1 + kTwo < kEnd) {
+            await_stores();
+            store_panels<kFirst + 1 + kTwo, kEnd, kPlaces>(n, keys);
+        }
     }
     template <int kIndex>
-    __device__ __forceinline__ void stage(const PackedGradient& dv, const PackedGradient& dk,
-                                          uint32_t n) const {
-        stage_panel<kIndex % kPanels * kPanel>(kIndex < kPanels ? dv : dk, own_scores(n, kIndex % 2));
+    __device__ __forceinline__ void stage(uint32_t place) const {
+        stage_panel<kIndex % kPanels * kPanel>(PackedGradient(kIndex < kPanels ? dv_ : dk_), place);
     }
     template <int kIndex>
-    __device__ __forceinline__ void start_copy(uint32_t n, int row, int head, int batch) const {
-        tma_store(own_scores(n, kIndex % 2), kIndex < kPanels ? &maps_.dv.map : &maps_.dk.map,
-                  kIndex % kPanels * kPanel, row, head, batch);
+    __device__ __forceinline__ void start_copy(uint32_t place, const RowTile& keys) const {
+        tma_store(place, kIndex < kPanels ? &maps_.dv.map : &maps_.dk.map, kIndex % kPanels * kPanel,
+                  int(keys.sequence.first_key_row) + keys.first + warp_row(), int(keys.key_head),
+                  tensor_batch(problem_.forward.cu_seqlens_k, keys));
     }
     // The warp's rows in the n-th dS: in its second panel or, if it has one, in the next dS.
     __device__ __forceinline__ uint32_t own_scores(uint32_t n, int second) const {

@@ -1,9 +1,10 @@
 // dQ of Hopper's backward. Blocks have what a tile of keys adds to dQ added to sums in device memory
 // (../any/dq_sums.cuh), of which dq_finish.cuh makes dQ. Sums are cleared before, or the last keys' tile that
 // sees a query stores them, for which the others wait. In turns each waits for the next keys' tile, so that
-// the sums do not depend on time; under a diagonal hardly for long, if all begin in the same order. Under a
-// map of blocks nobody knows who is first or next. A block that does all tiles of a unit waits for nobody,
-// gets the last sums back, and adds, rounds and stores in registers.
+// the sums do not depend on time; under a diagonal hardly for long, if all begin in the same order, but for
+// the end of the walk (walk_end.h). Under a map of blocks nobody knows who is first or next. A block that
+// does all tiles of a unit waits for nobody, gets the last sums back, and adds, rounds and stores in
+// registers.
 #pragma once
 
 #include "backward_producer.cuh"
@@ -115,13 +116,13 @@ class DqAdder {
         const uint32_t before = (strict_ ? 1 : plan.place.tile) * 2;
         const uint32_t mine = (n_ ^ warpgroup_) % 2;
         const uint32_t of_head = plan.query_tiles, alone = plan.alone, behind = plan.behind;
-        const bool tells = strict_ || alone > 0;
-        uint32_t index = dq_sums_.index(plan.place.head, plan.first_dq_tile + plan.first_query_tile);
+        const bool waits = plan.waits, tells = waits && (strict_ || alone > 0);
+        uint32_t index = dq_sums_.index(plan.sums_unit, plan.first_dq_tile + plan.first_query_tile);
         uint32_t i = 0, wanted = 0, seen = 0;
 #pragma unroll 1
         for (int heads = plan.tile.group; heads > 0; ++n_) {
             const bool begins = i < alone;
-            if (!begins) ++wanted;
+            if (!begins && waits) ++wanted;
             if (n_ % 2 == warpgroup_) {
                 if (!begins && seen < (wanted + 1) / 2) {
                     const uint32_t* const theirs = done - before + (wanted + 1) % 2;

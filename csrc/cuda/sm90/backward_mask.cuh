@@ -66,7 +66,7 @@ __device__ __forceinline__ void mask_scores(const BackwardShared<c>& shared, uin
     const uint32_t tile = BackwardShared<c>::tile_of(flags);
     const uint4 seen = load_shared_16(shared_address(&shared.notes[n % c.stages].seen));
     const Interval keys = shared.plans[tile].bounds.keys;
-    const bool has_bad_keys = shared.has_bad_keys[tile];
+    const bool has_bad_keys = shared.has_bad_keys[tile][thread / 128];
     constexpr int columns = kPartColumns<c>;
 #pragma unroll
     for (int part = 0; part < Tile::columns / columns; ++part) {

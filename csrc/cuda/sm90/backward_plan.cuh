@@ -10,6 +10,7 @@
 #include "ring.h"
 #include "tensor_map.h"
 #include "transformed_scores.cuh"
+#include "walk_end.h"
 
 namespace flash::cuda::sm90 {
 
@@ -115,6 +116,8 @@ struct BackwardPlan {
     // and it visits so many behind.
     static constexpr uint32_t kNone = ~0u;
     uint32_t alone, behind;
+    bool waits;          // for other tiles' additions, unless by length
+    uint32_t sums_unit;  // in whose place the unit's sums are
     SchedulePlace start, walks[2];
 
     // Blocks of a map that are no whole tiles would be cut into more of them, each for itself; to find what
@@ -126,8 +129,10 @@ struct BackwardPlan {
     // All but `end`.
     __device__ void make(const ForwardProblem& problem, const RowTiling& tiling, const DqSums& dq_sums,
                          const AlignedRows& statistics, TileOrder::Place at, BackwardOrder order,
-                         const WalkParts& parts, const BackwardConfiguration& c) {
+                         const WalkParts& parts, const WalkEnd& end, const BackwardConfiguration& c) {
         place = at;
+        waits = !end.has(at.head);
+        sums_unit = end.sums_of(at.head);
         part = parts.part(at.head);
         tile_of_all = parts.tile_of_all(at, tiling.tiles());
         tile = parts.tile(tiling, at, problem, order != BackwardOrder::by_length);
@@ -146,7 +151,8 @@ struct BackwardPlan {
         const Interval tiles = tiles_of({first.begin, last.end}, c);
         first_query_tile = uint32_t(tiles.begin);
         query_tiles = uint32_t(tiles.end) - first_query_tile;
-        if (order != BackwardOrder::by_length) compare_with_next_keys(walked, c);
+        alone = behind = 0;
+        if (order != BackwardOrder::by_length && waits) compare_with_next_keys(walked, c);
         const BlockLists& lists = problem.query_blocks;  // the same for all heads of a group
         start.schedule =
             lists.counts
@@ -253,7 +259,7 @@ struct BackwardShared : BackwardExchange<c> {
     alignas(128) float lse[c.stages][kStatistics];  // in log 2
     alignas(128) float delta[c.stages][kStatistics];
     uint64_t planned[kBackwardPlans], left[kBackwardPlans];
-    uint64_t walked;  // all unmasked tiles of queries have been copied, or are about to be
+    uint64_t walked;  // the next tile may be taken, if blocks take turns
     uint64_t k_full, v_full, k_empty, v_empty;
     uint64_t q_full[c.stages];  // Q, the note, lse and delta
     uint64_t dout_full[c.stages];
@@ -270,7 +276,7 @@ struct BackwardShared : BackwardExchange<c> {
     uint32_t bad_queries[c.stages][(c.query_tile + 31) / 32];
     // Of the plans' tiles. Whoever makes a plan forgets those of the one that was there before.
     uint32_t bad_keys[kBackwardPlans][(c.key_tile + 31) / 32];
-    bool has_bad_keys[kBackwardPlans];
+    bool has_bad_keys[kBackwardPlans][c.warpgroups];  // among those of a warpgroup
     bool all_finite;  // as plans have it, of all queries; if delta was there when the grid began
     BackwardPlan plans[kBackwardPlans];
     BackwardBias<c> bias;
@@ -299,7 +305,7 @@ struct BackwardShared : BackwardExchange<c> {
     }
     __device__ __forceinline__ void forget_bad_keys(uint32_t tile) {
         for (uint32_t& keys : bad_keys[tile % kBackwardPlans]) keys = 0;
-        has_bad_keys[tile % kBackwardPlans] = false;
+        for (bool& some : has_bad_keys[tile % kBackwardPlans]) some = false;
     }
 
     // By one thread.

@@ -29,7 +29,7 @@ class BackwardProducer {
     __device__ BackwardProducer(const BackwardProblem& problem, const BackwardMaps& maps,
                                 const AlignedStatistics& statistics, const TileQueue& queue,
                                 const DqSums& dq_sums, BackwardOrder order, const WalkParts& parts,
-                                BackwardShared<c>& shared)
+                                const WalkEnd& end, BackwardShared<c>& shared)
         : problem_(problem),
           maps_(maps),
           statistics_(statistics),
@@ -37,6 +37,7 @@ class BackwardProducer {
           dq_sums_(dq_sums),
           order_(order),
           parts_(parts),
+          end_(end),
           shared_(shared) {}
 
     // The whole warp, which waits as a whole, too: a single lane would not sleep meanwhile, and disturb those
@@ -85,6 +86,7 @@ class BackwardProducer {
                 const int first_row = int(plan.tile.sequence.first_query_row), group = plan.tile.group;
                 const int first_statistic = plan.first_statistic;
                 const bool first_lane = lane_index() == 0;
+                int until_next = max(int(plan.query_tiles) * group - kLead, 1);
                 const bool all_finite = plan.all_finite;
                 if (statistics_.progress.done) fence_async_proxy_of_memory();  // who made the plan has waited
                 // A bias may hide what is not finite anywhere.
@@ -151,17 +153,14 @@ class BackwardProducer {
                         begun = true;
                         ++n;
                         if (++stage == c.stages) stage = 0, free ^= 1;
+                        if (!kMasked && --until_next == 0) tell_of_walk();
                     }
                 }
             } else if (!kMasked) {
                 load_keys(plan, tile);
+                tell_of_walk();
             }
-            if constexpr (!kMasked) {
-                shared_.leave_plan(tile);
-                // Without turns nobody waits for it, which synccheck takes for a mistake.
-                if (lane_index() == 0 && !(kSanitized && order_ != BackwardOrder::turns))
-                    mbarrier_arrive(shared_address(&shared_.walked));
-            }
+            if constexpr (!kMasked) shared_.leave_plan(tile);
         }
     }
 
@@ -169,6 +168,15 @@ class BackwardProducer {
     using Shared = BackwardShared<c>;
     using QueryTile = TileLayout<c.query_tile, c.columns(), 2, kPanel>;
     using DoutTile = TileLayout<c.query_tile, c.value_columns(), 2, kPanel>;
+
+    // A block that takes turns takes its next tile when all but so many tiles of queries have been copied.
+    // Earlier it would wait for blocks that take theirs later but begin sooner.
+    static constexpr int kLead = c.query_tile == 64 ? 1 : 0;
+    // Without turns nobody waits for it.
+    __device__ __forceinline__ void tell_of_walk() const {
+        if (order_ == BackwardOrder::turns && lane_index() == 0)
+            mbarrier_arrive(shared_address(&shared_.walked));
+    }
 
     // To the sums of what was walked before in the plan of `tile`, which all have left; where sums were
     // zeros. A release takes a thousand cycles, which those who add don't have.
@@ -184,7 +192,8 @@ class BackwardProducer {
         TileOrder::Place place;
         if (next_place(queue, tile, place)) {
             plan.end = false;
-            plan.make(problem_.forward, queue_.tiling, dq_sums_, statistics_.rows, place, order_, parts_, c);
+            plan.make(problem_.forward, queue_.tiling, dq_sums_, statistics_.rows, place, order_, parts_,
+                      end_, c);
         } else {
             plan.end = true;
         }
@@ -215,6 +224,7 @@ class BackwardProducer {
             place = TileOrder::Place{0, index};
         else
             place = queue_.tiling.place(index);
+        if (end_.has(place.head)) place.tile = queue_.tiling.tiles() - 1 - place.tile;
         return true;
     }
 
@@ -326,6 +336,7 @@ class BackwardProducer {
     const DqSums& dq_sums_;
     const BackwardOrder order_;
     const WalkParts& parts_;
+    const WalkEnd& end_;
     Shared& shared_;
     uint32_t landed_ = 0;  // tiles that were looked at
 };

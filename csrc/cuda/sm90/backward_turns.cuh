@@ -10,7 +10,8 @@
 namespace flash::cuda::sm90 {
 
 template <DType dtype, BackwardConfiguration c, bool kInWalk>
-__device__ __forceinline__ void BackwardConsumer<dtype, c, kInWalk>::walk_in_turns(uint32_t tile,
+__device__ __forceinline__ bool BackwardConsumer<dtype, c, kInWalk>::walk_in_turns(const BackwardPlan& plan,
+                                                                                   uint32_t tile,
                                                                                    uint32_t& n) {
     constexpr bool kBranches = c.head_dim == 64;  // where there is no dQ yet; at 128 that costs 3 %
     const bool later = warpgroup_ == 0;
@@ -62,7 +63,7 @@ __device__ __forceinline__ void BackwardConsumer<dtype, c, kInWalk>::walk_in_tur
             start_dk<0>(ds, n);
             wgmma_wait<0>();
         } else {
-            if (!later) barrier_of<128>(kSecond);
+            if (!later) meet_own();
             wgmma_fence();
             start_dq(dq, n - later);  // perhaps of nothing, and not used
             start_dk<0>(ds, n);
@@ -86,7 +87,12 @@ __device__ __forceinline__ void BackwardConsumer<dtype, c, kInWalk>::walk_in_tur
         start_gradients(dp, n);
         pass_turn();
     }
+    if (!later) leave_keys();
     pass_turn();
+    // Beside the other one's products. Of one place the other one's last dQ still needs what is there.
+    if (later) meet_own();  // of the dQ before that all warps have multiplied their parts
+    keep(registers_of(dv_));
+    const bool values_stored = (later || !c.one_place()) && store_values(plan.tile, n + 1);
     await_turn();
     if (later) {
         wgmma_fence();
@@ -95,12 +101,13 @@ __device__ __forceinline__ void BackwardConsumer<dtype, c, kInWalk>::walk_in_tur
         wgmma_wait<0>();
         keep(registers_of(dq));
         hand_over(dq, end, flags, n);
+        leave_keys();
     }
-    leave_keys();
     pass_turn();
     ++n;
     keep(registers_of(dk_));
     keep(registers_of(dv_));
+    return values_stored;
 }
 
 }  // namespace flash::cuda::sm90

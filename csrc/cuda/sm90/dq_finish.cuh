@@ -43,9 +43,9 @@ template <DType dtype, BackwardConfiguration c>
 class DqFinisher {
   public:
     __device__ __forceinline__ DqFinisher(const BackwardProblem& problem, const DqSums& sums,
-                                          const DqFinish& finish, const WalkParts& parts,
+                                          const DqFinish& finish, const WalkParts& parts, const WalkEnd& end,
                                           BackwardShared<c>& shared)
-        : problem_(problem), sums_(sums), finish_(finish), parts_(parts), shared_(shared) {}
+        : problem_(problem), sums_(sums), finish_(finish), parts_(parts), end_(end), shared_(shared) {}
 
     // The whole warp; each lane looks after one of the tiles that are taken together.
     __device__ __forceinline__ void load() const {
@@ -87,7 +87,7 @@ class DqFinisher {
                     const uint32_t full = in_ring(shared_.finish.full, n);
                     shared_.finish.notes[n % kStages] = note;
                     mbarrier_expect(full, kTileBytes);
-                    bulk_load(tile_at(n), sums_.of_tile(unit, tile), kTileBytes, full);
+                    bulk_load(tile_at(n), sums_.of_tile(end_.sums_of(unit), tile), kTileBytes, full);
                     mbarrier_arrive(full);
                 }
                 __syncwarp();
@@ -164,6 +164,7 @@ class DqFinisher {
     const DqSums& sums_;
     const DqFinish& finish_;
     const WalkParts& parts_;
+    const WalkEnd& end_;
     Shared& shared_;
 };
 
