@@ -33,4 +33,4 @@ def test_a_gradient_that_is_not_finite(features, head_dims):
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
 def test_last_heads_under_a_diagonal(head_dim, dtype):
-    cases.check_last_heads(dtype, head_dim, batch=50, device=DEVICE)
+    cases.check_last_heads(dtype, "causal", head_dim, batch=50, device=DEVICE)

@@ -102,6 +102,7 @@ __device__ __forceinline__ bool BackwardConsumer<dtype, c, kInWalk>::walk_in_tur
         keep(registers_of(dq));
         hand_over(dq, end, flags, n);
         leave_keys();
+        if constexpr (ScoreTile::panels == 1) meet_own();  // dK goes where its dS was, too
     }
     pass_turn();
     ++n;
