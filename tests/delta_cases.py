@@ -38,9 +38,10 @@ def check_entries(given):
 
 
 def check_last_heads(dtype, features, head_dim, **options):
-    """Of a causal batch's last heads no tile of keys waits for another (csrc/cuda/sm90/walk_end.h): all bits
-    but those of dQ are as where all wait."""
-    given = case(dtype, features, (head_dim, head_dim), seqlen_q=770, seqlen_k=780, **options)
+    """Of a causal batch's last heads no tile of keys waits for another (csrc/cuda/sm90/walk_end.h), and of
+    long sequences none at all: all bits but those of dQ are as where all wait."""
+    sizes = {"seqlen_q": 770, "seqlen_k": 780, **options}
+    given = case(dtype, features, (head_dim, head_dim), **sizes)
     inputs, dlse = given.draw(), given.draw_dlse()
     free, waiting = (run(given, inputs, dlse, deterministic=all_wait) for all_wait in (False, True))
     given.check(inputs, dlse, free)

@@ -22,9 +22,10 @@ def test_a_gradient_that_is_not_finite(head_dim):
     delta_cases.check_gradient_that_is_not_finite(given)
 
 
-@pytest.mark.parametrize("features,head_dim", [("causal", 64), ("causal", 128), ("ALiBi", 128)])
-def test_last_heads_under_a_diagonal(features, head_dim):
-    delta_cases.check_last_heads(HALF, features, head_dim, batch=1, num_heads=6, num_heads_k=6)
+# Five heads are few for four multiprocessors.
+@pytest.mark.parametrize("features,head_dim,heads", [("causal", 64, 6), ("causal", 128, 5), ("ALiBi", 128, 6)])
+def test_last_heads_under_a_diagonal(features, head_dim, heads):
+    delta_cases.check_last_heads(HALF, features, head_dim, batch=1, num_heads=heads, num_heads_k=heads)
 
 
 def test_a_bias_and_a_gradient_that_is_not_finite():

@@ -48,6 +48,14 @@ class TileWalk {
         if (!more()) next_run(place);
     }
 
+    // Where a tile is not masked: past that and all others of its run that are not. Returns how many.
+    __device__ __forceinline__ uint32_t pass(SchedulePlace& place) {
+        const uint32_t tiles = uint32_t(end_ - at_) / kTile;
+        at_ += tiles * kTile;
+        if (!more()) next_run(place);
+        return tiles;
+    }
+
   private:
     __device__ __forceinline__ void next_run(SchedulePlace& place) {
         __syncwarp();

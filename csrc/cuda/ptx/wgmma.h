@@ -48,6 +48,10 @@ __device__ __forceinline__ void keep(uint32_t (&words)[kCount]) {
 #pragma unroll
     for (uint32_t& x : words) asm volatile("" : "+r"(x)::"memory");
 }
+// One register, what it is made of forgotten.
+__device__ __forceinline__ void keep(uint32_t& word) {
+    asm volatile("" : "+r"(word));
+}
 
 // Registers may be anything from here on.
 template <int kCount>

@@ -34,7 +34,8 @@ __global__ void __launch_bounds__(kConfiguration.threads, 1)
                        const __grid_constant__ TileQueue queue, const __grid_constant__ DqSums dq_sums,
                        const __grid_constant__ DqZeros dq_zeros, uint32_t* turns, BackwardOrder order,
                        const __grid_constant__ float score_unit, const __grid_constant__ DqFinish dq_finish,
-                       const __grid_constant__ WalkParts parts, const __grid_constant__ WalkEnd end) {
+                       const __grid_constant__ WalkParts parts, const __grid_constant__ WalkEnd end,
+                       int lead) {
     extern __shared__ __align__(1024) char memory[];
     Shared& shared = *reinterpret_cast<Shared*>(memory);
     if (threadIdx.x == 0) {
@@ -53,7 +54,7 @@ __global__ void __launch_bounds__(kConfiguration.threads, 1)
         shrink_registers<kProducerRegisters>();
         const int warp = int(threadIdx.x - kConfiguration.consumers) / 32;
         BackwardProducer<kDType, kConfiguration> producer(problem, maps, statistics, queue, dq_sums, order,
-                                                          parts, end, shared);
+                                                          parts, end, lead, shared);
         if (warp < kConfiguration.warpgroups) {
             DqAdder<kDType, kConfiguration> adder(dq_sums, turns, order == BackwardOrder::turns, shared,
                                                   warp);
@@ -144,6 +145,16 @@ struct Walk {
     bool last_keys_store() const {
         return order == BackwardOrder::turns || order == BackwardOrder::stores_first;
     }
+    // How many tiles of queries are left to copy when a block takes its next tile of keys; -1: it does when
+    // there is room for the plan. Blocks that wait for each other should begin in the order in which they
+    // take tiles. Where tiles differ, a block that takes one early may end late; the plan and its first
+    // copies take five steps.
+    int lead(const ForwardProblem& problem) const {
+        if (order == BackwardOrder::turns)
+            return kConfiguration.head_dim == 96 ||
+                   (kConfiguration.head_dim == 128 && problem.seqlen_k > 1024);
+        return order == BackwardOrder::by_length && has_diagonal(problem) && !has_map(problem) ? 5 : -1;
+    }
     int64_t blocks(const Device& device) const {
         const int64_t walkers = whole_units() ? keys.heads() : keys.count();
         const int64_t least = dq_sums.unfinished_tiles() > 0;  // dQ is zero where there are no keys
@@ -164,10 +175,13 @@ struct Walk {
         if (has_map(problem)) return BackwardOrder::by_length;
         if (does_whole_units(problem, device, at_once.parts_of_queries())) return BackwardOrder::whole_units;
         if (problem.deterministic) return BackwardOrder::turns;
+        if (!every_query_sees_keys(problem)) return BackwardOrder::by_length;
         // Where sequences are long or heads few, to wait for each other takes longer than to clear sums.
-        // Under a diagonal blocks come in turns by themselves, if they begin so.
+        // Under a diagonal blocks come in turns by themselves, if they begin so; and longer ones, and fewer
+        // heads, may do so if they end together.
+        if (end_may_be_free(problem, device) && problem.seqlen_k <= 2048) return BackwardOrder::turns;
         const bool few_heads = problem.batch * problem.heads_q * 2 < device.multiprocessors * 3;
-        if (few_heads || !every_query_sees_keys(problem)) return BackwardOrder::by_length;
+        if (few_heads) return BackwardOrder::by_length;
         if (problem.window_right >= 0 && problem.seqlen_k <= 1024) return BackwardOrder::turns;
         return sees_all(problem) && problem.seqlen_k * kConfiguration.head_dim <= 1 << 16
                    ? BackwardOrder::stores_first
@@ -202,10 +216,13 @@ struct Walk {
     }
     // Whether the last heads' tiles are those of walk_end.h. It takes the time to clear their sums, and to
     // make dQ of them at the very end: of short walks more than is won.
-    bool ends_free(const ForwardProblem& problem, const Device& device) const {
-        if (order != BackwardOrder::turns || problem.deterministic || parts.divide()) return false;
+    bool end_may_be_free(const ForwardProblem& problem, const Device& device) const {
         return has_diagonal(problem) && every_query_sees_keys(problem) && RowTiling::group_of(problem) == 1 &&
-               problem.seqlen_k >= 768 && tiles.count() >= 4 * device.multiprocessors;
+               !problem.deterministic && problem.seqlen_k >= 768 &&
+               tiles.count() >= 4 * device.multiprocessors;
+    }
+    bool ends_free(const ForwardProblem& problem, const Device& device) const {
+        return order == BackwardOrder::turns && !parts.divide() && end_may_be_free(problem, device);
     }
     static bool sees_all(const ForwardProblem& problem) {
         return problem.window_right < 0 && problem.window_left < 0 && !problem.cu_seqlens_q &&
@@ -304,7 +321,8 @@ void launch(const BackwardProblem& problem, const Launch& launch) {
                   walk.blocks(launch.device), kConfiguration.threads, sizeof(Shared), launch.overlapping(),
                   problem, maps, gradients, statistics, queue, walk.dq_sums, walk.dq_zeros,
                   walk.last_keys_store() ? reinterpret_cast<uint32_t*>(turns) : nullptr, walk.order,
-                  score_unit(forward, kConfiguration.transformed), walk.dq_finish, walk.parts, walk.end);
+                  score_unit(forward, kConfiguration.transformed), walk.dq_finish, walk.parts, walk.end,
+                  walk.lead(forward));
     if constexpr (kConfiguration.biased)
         if (problem.dbias.data) FLASH_BIAS_GRADIENT(problem, statistics, launch);
 }

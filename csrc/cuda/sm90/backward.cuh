@@ -345,7 +345,7 @@ class BackwardConsumer {
         dq *= dq_sums_.scale();
         const ForwardProblem& problem = problem_.forward;
         HeadRows<Bits<dtype>> rows(problem_.dq, plan.tile.batch, plan.tile.sequence.first_query_row,
-                                   plan.tile.head * plan.tile.group + note.head, problem.head_dim);
+                                   note.head, problem.head_dim);
         mbarrier_arrive_warp(shared_address(&shared_.dq_full[warpgroup_]), thread_);
         // The products give a warpgroup all rows first (start_dq).
         constexpr int row_warps = c.query_tile / 16;

@@ -96,15 +96,17 @@ class DqAdder {
 
     // In no fixed order, whatever tiles of queries the blocks visit.
     __device__ __forceinline__ void add_to_zeros(const BackwardPlan& plan) {
+        const uint32_t first_head = uint32_t(plan.tile.head) * plan.tile.group;
+        const uint32_t of_head_0 =
+            dq_sums_.index(plan.place.head, plan.first_dq_tile) - first_head * dq_sums_.tiles_of_head();
 #pragma unroll 1
         for (bool last = false; !last; ++n_) {
             if (lane_index() == 0) mbarrier_arrive(empty(warpgroup_));
             await_dq(warpgroup_);
             const DqNote note = shared_.dq_notes[n_ % kDqNotes];
             last = note.last;
-            const uint32_t tile = plan.first_dq_tile + note.head * dq_sums_.tiles_of_head();
-            add(warpgroup_, sums_at(dq_sums_.index(plan.place.head, tile + note.first / c.query_tile)),
-                false);
+            const uint32_t of_head = of_head_0 + note.head * dq_sums_.tiles_of_head();
+            add(warpgroup_, sums_at(of_head + note.first / c.query_tile), false);
         }
     }
 

@@ -74,7 +74,7 @@ struct QueryNote {
 // of these than stages, and tiles that are one behind.
 struct DqNote {
     Position first;
-    int head;  // of the group
+    int head;  // of all query heads
     bool last;
 };
 constexpr int kDqNotes = 8;
@@ -116,6 +116,9 @@ struct BackwardPlan {
     // and it visits so many behind.
     static constexpr uint32_t kNone = ~0u;
     uint32_t alone, behind;
+    // So many tiles of queries are copied before the next tile of keys may be taken; 0: nobody waits for
+    // that.
+    uint32_t until_next;
     bool waits;          // for other tiles' additions, unless by length
     uint32_t sums_unit;  // in whose place the unit's sums are
     SchedulePlace start, walks[2];

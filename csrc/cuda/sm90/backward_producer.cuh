@@ -8,6 +8,7 @@
 #include "../any/finite.cuh"
 #include "../any/rows.h"
 #include "../ptx/tma.h"
+#include "../ptx/wgmma.h"
 #include "backward_plan.cuh"
 #include "bias_tile.cuh"
 #include "dq_zeros.cuh"
@@ -26,10 +27,12 @@ struct BackwardMaps {
 template <DType dtype, BackwardConfiguration c>
 class BackwardProducer {
   public:
+    // lead: a tile of keys is taken when all but so many tiles of queries of the one before have been copied;
+    // negative: as soon as there is room for its plan.
     __device__ BackwardProducer(const BackwardProblem& problem, const BackwardMaps& maps,
                                 const AlignedStatistics& statistics, const TileQueue& queue,
                                 const DqSums& dq_sums, BackwardOrder order, const WalkParts& parts,
-                                const WalkEnd& end, BackwardShared<c>& shared)
+                                const WalkEnd& end, int lead, BackwardShared<c>& shared)
         : problem_(problem),
           maps_(maps),
           statistics_(statistics),
@@ -38,6 +41,7 @@ class BackwardProducer {
           order_(order),
           parts_(parts),
           end_(end),
+          lead_(lead),
           shared_(shared) {}
 
     // The whole warp, which waits as a whole, too: a single lane would not sleep meanwhile, and disturb those
@@ -49,17 +53,15 @@ class BackwardProducer {
     __device__ void run(const Zeros& zeros = {}) {
         TileQueue::Reader queue(queue_);
         if (kMasked && lane_index() == 0) queue.open();
-        uint32_t stage = 0, free = 1;  // the parity of the stage's last use
-        uint32_t handed = 0;           // the same of each stage as the one warp hands it to the other
+        uint32_t stage = 0, state = kOddUse;
+        uint32_t handed = 0;  // the parity of each stage's last use as the one warp hands it to the other
         uint32_t n = 0;
 #pragma unroll 1
         for (uint32_t tile = 0;; ++tile) {
             if constexpr (kMasked) {
                 mbarrier_wait(in_ring(shared_.left, tile), parity(shared_.left, tile) ^ 1);
                 if (Zeros::exist && tile >= kBackwardPlans) tell_of_additions(tile);
-                // Blocks that wait for each other should begin in the order in which they take tiles.
-                if (order_ == BackwardOrder::turns && tile > 0)
-                    mbarrier_wait(shared_address(&shared_.walked), (tile - 1) % 2);
+                if (lead_ >= 0 && tile > 0) mbarrier_wait(shared_address(&shared_.walked), (tile - 1) % 2);
                 __syncwarp();
                 if (lane_index() == 0) make_plan(queue, tile);
                 __syncwarp();
@@ -80,22 +82,22 @@ class BackwardProducer {
                 }
                 break;
             }
+            state = (state & kOddUse) | plan.until_next * kOneTile;
             if (plan.has_queries) {
-                bool begun = false;
                 const int batch = tensor_batch(problem_.forward.cu_seqlens_q, plan.tile);
                 const int first_row = int(plan.tile.sequence.first_query_row), group = plan.tile.group;
                 const int first_statistic = plan.first_statistic;
                 const bool first_lane = lane_index() == 0;
-                int until_next = max(int(plan.query_tiles) * group - kLead, 1);
-                const bool all_finite = plan.all_finite;
                 if (statistics_.progress.done) fence_async_proxy_of_memory();  // who made the plan has waited
                 // A bias may hide what is not finite anywhere.
-                const bool partial = plan.partial || (c.biased && !all_finite);
-                const uint32_t of_tile =
-                    (kMasked ? QueryNote::masked : 0) | (tile % 2 ? QueryNote::odd_tile : 0);
+                const bool all_finite = plan.all_finite, partial = plan.partial || (c.biased && !all_finite);
+                state |= (kMasked ? QueryNote::masked : 0) | (tile % 2 ? QueryNote::odd_tile : 0) |
+                         (all_finite ? kAllFinite : 0) | (partial ? kPartial : 0);
+                int head = int(plan.tile.head) * group;
+                const int end = head + group;
 #pragma unroll 1
-                for (int i = 0; i < group; ++i) {
-                    const int head = int(plan.tile.head) * group + i;
+                for (; head < end; ++head) {
+                    if (head + 1 == end) state |= kLastHead;
                     float slope = 0;
                     if (c.transformed)
                         slope = ScoreTransform<GpuMath>::slope_of(problem_.forward, plan.tile.batch, head);
@@ -104,16 +106,25 @@ class BackwardProducer {
                     TileWalk<c.query_tile> walk(place, plan.start);
 #pragma unroll 1
                     while (walk.more()) {
+                        keep(state);
                         const Position first = walk.first();
-                        const bool masked = walk.masked() || partial;
+                        const bool masked = walk.masked() || state & kPartial;
+                        uint32_t which = kMasked;
+                        keep(which);  // or addresses for the rare end of a run would be in registers
+                        SchedulePlace& next = plan.walks[which];
+                        if (kMasked && !masked) {
+                            const uint32_t others = walk.pass(next);
+                            n += others, stage = (stage + others) % c.stages;
+                            continue;
+                        }
                         bool bad = false;
                         if constexpr (!kMasked) {
-                            mbarrier_wait(shared_address(&shared_.empty[stage]), free);
+                            mbarrier_wait(shared_address(&shared_.empty[stage]), (state & kOddUse) != 0);
                             __syncwarp();
-                            if (first_lane && (!masked || all_finite))
+                            if (first_lane && (!masked || state & kAllFinite))
                                 copy(stage, true, first_row + first, first_statistic + first, head, batch);
                             if (masked && first_lane) mbarrier_arrive(shared_address(&shared_.masked[stage]));
-                        } else if (masked) {
+                        } else {
                             QueryNote& note = shared_.notes[stage];
                             const Interval run = walk.seen(place);  // before the wait: meanwhile it is read
                             const QueryNote::Seen seen{plan.bounds.begin - first,
@@ -127,7 +138,7 @@ class BackwardProducer {
                                 note.seen = seen;
                                 note.bits = bits;
                             }
-                            if (!all_finite) {
+                            if (!(state & kAllFinite)) {
                                 bad = may_be_bad(plan, first, head);
                                 if (bad) copy_finite(stage, first_row + first, head, batch);
                                 if (first_lane)
@@ -136,31 +147,34 @@ class BackwardProducer {
                             }
                             __syncwarp();
                         }
-                        if (!kMasked && !begun) load_keys(plan, tile);
-                        walk.advance(place);
+                        if (!kMasked && !(state & kBegun)) load_keys(plan, state);
+                        state |= kBegun;
+                        walk.advance(next);
                         if (masked == kMasked && first_lane) {
-                            const bool last = !walk.more() && i + 1 == group;
+                            const bool last = !walk.more() && state & kLastHead;
                             QueryNote& note = shared_.notes[stage];
-                            note.flags = of_tile | (last ? QueryNote::last : 0) | (bad ? QueryNote::bad : 0);
+                            note.flags = state | (last ? QueryNote::last : 0) | (bad ? QueryNote::bad : 0);
                             if (c.transformed) {
                                 note.first = first;
                                 note.slope = slope;
                             }
-                            shared_.dq_notes[n % kDqNotes] = {first, i, last};
+                            shared_.dq_notes[n % kDqNotes] = {first, head, last};
                             mbarrier_arrive(shared_address(&shared_.q_full[stage]));
                         }
                         if constexpr (c.biased && !kMasked) copy_bias(plan, n, first, head);
-                        begun = true;
                         ++n;
-                        if (++stage == c.stages) stage = 0, free ^= 1;
-                        if (!kMasked && --until_next == 0) tell_of_walk();
+                        if (++stage == c.stages) stage = 0, state ^= kOddUse;
+                        state -= kOneTile;
+                        if (!kMasked && state < kOneTile) tell_of_walk();
                     }
                 }
             } else if (!kMasked) {
-                load_keys(plan, tile);
-                tell_of_walk();
+                load_keys(plan, tile % 2 ? QueryNote::odd_tile : 0);
             }
-            if constexpr (!kMasked) shared_.leave_plan(tile);
+            if constexpr (!kMasked) {
+                shared_.leave_plan(tile);
+                if (int(state) >= int(kOneTile)) tell_of_walk();  // nobody has yet
+            }
         }
     }
 
@@ -169,13 +183,15 @@ class BackwardProducer {
     using QueryTile = TileLayout<c.query_tile, c.columns(), 2, kPanel>;
     using DoutTile = TileLayout<c.query_tile, c.value_columns(), 2, kPanel>;
 
-    // A block that takes turns takes its next tile when all but so many tiles of queries have been copied.
-    // Earlier it would wait for blocks that take theirs later but begin sooner.
-    static constexpr int kLead = c.query_tile == 64 ? 1 : 0;
-    // Without turns nobody waits for it.
+    // What is to be known at each tile of queries is in one register, beside notes' flags, or it would be
+    // spilled: all queries are finite; some of the tile's keys don't exist, or have to be looked for as if;
+    // the group's last head is walked; the tile's keys have been copied; the parity of the stage's last use;
+    // and how many tiles are copied until the next tile of keys may be taken.
+    static constexpr uint32_t kAllFinite = 16, kPartial = 32, kLastHead = 64, kBegun = 128, kOddUse = 256,
+                              kOneTile = 512;
+
     __device__ __forceinline__ void tell_of_walk() const {
-        if (order_ == BackwardOrder::turns && lane_index() == 0)
-            mbarrier_arrive(shared_address(&shared_.walked));
+        if (lane_index() == 0) mbarrier_arrive(shared_address(&shared_.walked));
     }
 
     // To the sums of what was walked before in the plan of `tile`, which all have left; where sums were
@@ -194,6 +210,11 @@ class BackwardProducer {
             plan.end = false;
             plan.make(problem_.forward, queue_.tiling, dq_sums_, statistics_.rows, place, order_, parts_,
                       end_, c);
+            if (lead_ >= 0)
+                plan.until_next =
+                    plan.has_queries ? max(int(plan.query_tiles) * plan.tile.group - lead_, 1) : 1;
+            else
+                plan.until_next = 0;
         } else {
             plan.end = true;
         }
@@ -229,19 +250,20 @@ class BackwardProducer {
     }
 
     // The tile's keys and values, if there is somebody to see them. Where they lie is known before they are
-    // waited for; there is room for the values first.
-    __device__ __forceinline__ void load_keys(const BackwardPlan& plan, uint32_t tile) const {
+    // waited for; there is room for the values first. flags: of which plan.
+    __device__ __forceinline__ void load_keys(const BackwardPlan& plan, uint32_t flags) const {
+        const uint32_t free = Shared::tile_of(flags) ^ 1;  // the parity of their room's last use
         const uint32_t k_full = shared_address(&shared_.k_full), v_full = shared_address(&shared_.v_full);
         const int row = int(plan.tile.sequence.first_key_row) + plan.tile.first;
         const int head = int(plan.tile.key_head);
         const int batch = tensor_batch(problem_.forward.cu_seqlens_k, plan.tile);
         const bool loads = plan.has_queries && lane_index() == 0;
-        mbarrier_wait(shared_address(&shared_.v_empty), tile % 2 ^ 1);
+        mbarrier_wait(shared_address(&shared_.v_empty), free);
         __syncwarp();
         if (loads)
             load_rows<c.key_tile, c.key_tile, c.values()>(shared_.v, maps_.v, v_full, row, head, batch);
         if (lane_index() == 0) mbarrier_arrive(v_full);
-        mbarrier_wait(shared_address(&shared_.k_empty), tile % 2 ^ 1);
+        mbarrier_wait(shared_address(&shared_.k_empty), free);
         __syncwarp();
         if (loads)
             load_rows<c.key_tile, c.key_tile, c.head_dim, c.key_panel_step()>(shared_.k, maps_.k, k_full, row,
@@ -337,6 +359,7 @@ class BackwardProducer {
     const BackwardOrder order_;
     const WalkParts& parts_;
     const WalkEnd& end_;
+    const int lead_;
     Shared& shared_;
     uint32_t landed_ = 0;  // tiles that were looked at
 };

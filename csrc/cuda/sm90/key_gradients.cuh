@@ -173,13 +173,13 @@ class KeyGradients {
         ++n;
     }
 
-    // Of the tile of keys, the group's first head and its query 0, for the warpgroup that has dS; nullptr: it
+    // Of the tile of keys, head 0 and its query 0, for the warpgroup that has dS; nullptr: it
     // is not stored. The other one looks at the keys, which meet dS where it is 0, too.
     __device__ __forceinline__ char* place_of_ds(const BackwardPlan& plan) const {
         if (!ds_.data) return nullptr;
         const RowTile& tile = plan.tile;
         if (of_keys())
-            return ds_.at(tile.batch * problem_.forward.heads_q + tile.head * tile.group, tile.first, 0) +
+            return ds_.at(tile.batch * problem_.forward.heads_q, tile.first, 0) +
                    ScoreGradients::place_of(thread_);
         if (has_bad_element<dtype, 128, KeyTile>(shared_address(keys()))) *ds_.bad_keys = 1;
         return nullptr;

@@ -37,9 +37,9 @@ struct ScoreGradients {
     __device__ __forceinline__ static uint32_t place_of(uint32_t thread) {
         return thread / 32 * kStepBytes + thread % 32 * 4;
     }
-    // From what at() says of the group's first head and query 0.
-    __device__ __forceinline__ int64_t offset(int head_of_group, Position query) const {
-        return (head_of_group * head_groups + query / ScoreGradientRows::kQueries) * kGroupBytes;
+    // From what at() says of a batch entry's head 0 and query 0.
+    __device__ __forceinline__ int64_t offset(int head, Position query) const {
+        return (head * head_groups + query / ScoreGradientRows::kQueries) * kGroupBytes;
     }
 };
 

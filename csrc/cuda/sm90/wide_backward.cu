@@ -48,8 +48,8 @@ __global__ void __launch_bounds__(kConfiguration.threads, 1)
         shrink_registers<kProducerRegisters>();
         const int warp = int(threadIdx.x - kConfiguration.consumers) / 32;
         const WalkEnd no_end;
-        BackwardProducer<kDType, kConfiguration> producer(problem, maps, statistics, queue, no_sums,
-                                                          BackwardOrder::by_length, parts, no_end, shared);
+        BackwardProducer<kDType, kConfiguration> producer(
+            problem, maps, statistics, queue, no_sums, BackwardOrder::by_length, parts, no_end, -1, shared);
         if (warp == 0) producer.template run<false>();
         if (warp == 1) producer.template run<true>();
     } else {

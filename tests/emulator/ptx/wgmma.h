@@ -51,6 +51,7 @@ template <int kCount>
 void keep(float (&)[kCount]) {}
 template <int kCount>
 void keep(uint32_t (&)[kCount]) {}
+inline void keep(uint32_t&) {}
 
 template <int kCount>
 void undefine(float (&d)[kCount]) {
