@@ -23,7 +23,10 @@ def test_a_gradient_that_is_not_finite(head_dim):
 
 
 # Five heads are few for four multiprocessors.
-@pytest.mark.parametrize("features,head_dim,heads", [("causal", 64, 6), ("causal", 128, 5), ("ALiBi", 128, 6)])
+LAST_HEADS = [("causal", 64, 6), ("causal", 128, 5), ("ALiBi", 128, 6)]
+
+
+@pytest.mark.parametrize("features,head_dim,heads", LAST_HEADS)
 def test_last_heads_under_a_diagonal(features, head_dim, heads):
     delta_cases.check_last_heads(HALF, features, head_dim, batch=1, num_heads=heads, num_heads_k=heads)
 
