@@ -262,7 +262,7 @@ struct BackwardShared : BackwardExchange<c> {
     alignas(128) float lse[c.stages][kStatistics];  // in log 2
     alignas(128) float delta[c.stages][kStatistics];
     uint64_t planned[kBackwardPlans], left[kBackwardPlans];
-    uint64_t walked;  // the next tile may be taken, if blocks take turns
+    uint64_t walked;  // the next tile of keys may be taken, if that is waited for (BackwardPlan::until_next)
     uint64_t k_full, v_full, k_empty, v_empty;
     uint64_t q_full[c.stages];  // Q, the note, lse and delta
     uint64_t dout_full[c.stages];

@@ -210,6 +210,7 @@ class BackwardProducer {
             plan.end = false;
             plan.make(problem_.forward, queue_.tiling, dq_sums_, statistics_.rows, place, order_, parts_,
                       end_, c);
+            // As one expression it would cost the consumers' loop registers (tools/check_loops.py).
             if (lead_ >= 0)
                 plan.until_next =
                     plan.has_queries ? max(int(plan.query_tiles) * plan.tile.group - lead_, 1) : 1;

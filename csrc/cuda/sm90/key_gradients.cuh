@@ -173,8 +173,8 @@ class KeyGradients {
         ++n;
     }
 
-    // Of the tile of keys, head 0 and its query 0, for the warpgroup that has dS; nullptr: it
-    // is not stored. The other one looks at the keys, which meet dS where it is 0, too.
+    // Of the tile of keys, head 0 and its query 0, for the warpgroup that has dS; nullptr: it is not stored.
+    // The other one looks at the keys, which meet dS where it is 0, too.
     __device__ __forceinline__ char* place_of_ds(const BackwardPlan& plan) const {
         if (!ds_.data) return nullptr;
         const RowTile& tile = plan.tile;
