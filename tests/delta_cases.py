@@ -8,7 +8,7 @@ import torch
 from attention_case import Case
 from gpu import assert_bitwise, run
 
-HEAD_DIMS = ((96, 96), (128, 128), (192, 192), (192, 128), (256, 256))
+HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256))
 FEATURES = {
     "plain": {},
     "causal": {"causal": True},

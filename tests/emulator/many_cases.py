@@ -8,7 +8,8 @@ from emulated_case import HALF
 from gpu import deterministic_as_asked  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("deterministic_as_asked")
-FEATURES = [("plain", (128, 128)), ("groups", (96, 96)), ("groups", (192, 192)), ("ALiBi", (128, 128))]
+FEATURES = [("plain", (128, 128)), ("plain", (64, 64)), ("groups", (96, 96)), ("groups", (192, 192)),
+            ("ALiBi", (128, 128))]
 
 
 @pytest.mark.parametrize("features,head_dims", FEATURES, ids=str)

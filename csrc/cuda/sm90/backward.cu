@@ -147,13 +147,12 @@ struct Walk {
     }
     // How many tiles of queries are left to copy when a block takes its next tile of keys; -1: it does when
     // there is room for the plan. Blocks that wait for each other should begin in the order in which they
-    // take tiles. Where tiles differ, a block that takes one early may end late; the plan and its first
-    // copies take five steps.
+    // take tiles.
     int lead(const ForwardProblem& problem) const {
         if (order == BackwardOrder::turns)
             return kConfiguration.head_dim == 96 ||
                    (kConfiguration.head_dim == 128 && problem.seqlen_k > 1024);
-        return order == BackwardOrder::by_length && has_diagonal(problem) && !has_map(problem) ? 5 : -1;
+        return order == BackwardOrder::by_length ? lead_by_length(problem) : -1;
     }
     int64_t blocks(const Device& device) const {
         const int64_t walkers = whole_units() ? keys.heads() : keys.count();

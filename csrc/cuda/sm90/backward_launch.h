@@ -66,12 +66,20 @@ class StatisticsSpace {
     int64_t heads_, batches_;
 };
 
+// Under a diagonal a block that takes a tile of keys early may end late, but its plan and first copies take
+// five steps: so many tiles of queries are left to copy then.
+inline int lead_by_length(const ForwardProblem& problem) {
+    return has_diagonal(problem) && !has_map(problem) ? 5 : -1;
+}
+
 // So many blocks compute delta while others begin to walk; 0: all do, before. It is bound by the memory, of
 // which a third of the multiprocessors have nearly as much as all have. They begin to walk a few tiles later
 // than the others, so walks have to be many, and are not to end all at the same time, unless they are short.
+// Rows of 64 are done so soon that it is slower where blocks wait for each other, shorter ones everywhere.
 inline int64_t blocks_for_delta(const ForwardProblem& problem, const RowTiling& keys, const Launch& launch) {
-    const int64_t blocks = launch.device.multiprocessors;
-    if (problem.cu_seqlens_q || problem.cu_seqlens_k || problem.head_dim_v <= 64) return 0;
+    const int64_t blocks = launch.device.multiprocessors, columns = problem.head_dim_v;
+    if (problem.cu_seqlens_q || problem.cu_seqlens_k || columns < 64) return 0;
+    if (columns == 64 && has_diagonal(problem)) return 0;
     const bool end_together = !has_diagonal(problem) && problem.head_dim <= 128;
     if (problem.seqlen_q > (end_together ? 1024 : 2048)) return 0;
     return keys.count() >= 4 * blocks ? blocks / 3 : 0;

@@ -31,9 +31,8 @@ __global__ void __launch_bounds__(kConfiguration.threads, 1)
                             const __grid_constant__ BackwardMaps maps,
                             const __grid_constant__ AlignedStatistics statistics,
                             const __grid_constant__ TileQueue queue, const __grid_constant__ DqSums no_sums,
-                            const __grid_constant__ float score_unit,
-                            const __grid_constant__ WalkParts parts,
-                            const __grid_constant__ ScoreGradients ds) {
+                            const __grid_constant__ float score_unit, const __grid_constant__ WalkParts parts,
+                            const __grid_constant__ ScoreGradients ds, int lead) {
     extern __shared__ __align__(1024) char memory[];
     Shared& shared = *reinterpret_cast<Shared*>(memory);
     if (threadIdx.x == 0) {
@@ -49,7 +48,7 @@ __global__ void __launch_bounds__(kConfiguration.threads, 1)
         const int warp = int(threadIdx.x - kConfiguration.consumers) / 32;
         const WalkEnd no_end;
         BackwardProducer<kDType, kConfiguration> producer(
-            problem, maps, statistics, queue, no_sums, BackwardOrder::by_length, parts, no_end, -1, shared);
+            problem, maps, statistics, queue, no_sums, BackwardOrder::by_length, parts, no_end, lead, shared);
         if (warp == 0) producer.template run<false>();
         if (warp == 1) producer.template run<true>();
     } else {
@@ -205,7 +204,8 @@ void launch(const BackwardProblem& problem, const Launch& launch) {
     const DqSums no_sums = DqSums::of_places(RowTiling::of_queries(forward, query_tile, 0), 1, 1, 0, 1);
     const auto launch_keys = [&](const TileQueue& queue, const ScoreGradients& ds) {
         launch_walk(attention_key_gradients, queue.tiling, kConfiguration.threads, sizeof(Shared),
-                    launch.overlapping(), problem, maps, statistics, queue, no_sums, unit, walk.parts, ds);
+                    launch.overlapping(), problem, maps, statistics, queue, no_sums, unit, walk.parts, ds,
+                    lead_by_length(forward));
     };
     if (of_scores.exists()) {
         const RowTiling queries = query_tiling(forward, kStored.queries(), launch.device);
