@@ -75,7 +75,7 @@ inline int lead_by_length(const ForwardProblem& problem) {
 // So many blocks compute delta while others begin to walk; 0: all do, before. It is bound by the memory, of
 // which a third of the multiprocessors have nearly as much as all have. They begin to walk a few tiles later
 // than the others, so walks have to be many, and are not to end all at the same time, unless they are short.
-// Rows of 64 are done so soon that it is slower where blocks wait for each other, shorter ones everywhere.
+// Rows of 64 are done so soon that under a diagonal nothing is won; shorter ones have not been timed.
 inline int64_t blocks_for_delta(const ForwardProblem& problem, const RowTiling& keys, const Launch& launch) {
     const int64_t blocks = launch.device.multiprocessors, columns = problem.head_dim_v;
     if (problem.cu_seqlens_q || problem.cu_seqlens_k || columns < 64) return 0;
