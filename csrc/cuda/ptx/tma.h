@@ -7,6 +7,8 @@
 
 #include <cstdint>
 
+#include "cache_hint.h"
+
 namespace flash::cuda {
 
 // The map is on its way to where copies look for it.
@@ -21,6 +23,14 @@ __device__ __forceinline__ void tma_load(uint32_t shared, const CUtensorMap* map
         "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, "
         "%4, %5, %6}], [%2];\n" ::"r"(shared),
         "l"(map), "r"(barrier), "r"(x), "r"(row), "r"(head), "r"(batch)
+        : "memory");
+}
+__device__ __forceinline__ void tma_load(uint32_t shared, const CUtensorMap* map, uint32_t barrier, int x,
+                                         int row, int head, int batch, CacheHint hint) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
+        "[%0], [%1, {%3, %4, %5, %6}], [%2], %7;\n" ::"r"(shared),
+        "l"(map), "r"(barrier), "r"(x), "r"(row), "r"(head), "r"(batch), "l"(hint.policy)
         : "memory");
 }
 

@@ -21,9 +21,10 @@ struct KeyStages {
 
 // Every thread of the block has one; tiles are counted from 0 in the order in which they are visited.
 // kFrugal: for loops whose products take all registers. kValuesApart: wait_keys() does not wait for the
-// values; to look at two barriers takes registers. kPages: whole tiles in pages have a path of their own.
+// values; to look at two barriers takes registers. kFew: whole tiles in pages have a path of their own, and
+// nobody else reads the keys soon.
 template <DType dtype, int kRows, int kColumns, int kWarps, bool kFrugal, int kStages = 2,
-          bool kValuesApart = false, bool kPages = false>
+          bool kValuesApart = false, bool kFew = false>
 class KeyPipeline {
   public:
     using Stages = KeyStages<dtype, kRows, kColumns, kStages>;
@@ -57,15 +58,21 @@ class KeyPipeline {
         const HeadRows<const Bits<dtype>> v(problem.v, entry, first, tile.key_head, problem.head_dim_v);
         const Whole keys(k), values(v);
         if (!keys.usable() || !values.usable()) return false;
-        keys.load(shared_address(shared.stages[0].k), k, key, int(problem.k.row_stride));
-        if (kValuesApart) cp_async_commit();
-        values.load(shared_address(shared.stages[0].v), v, key, int(problem.v.row_stride));
+        hinted([&](auto... hint) {
+            keys.load(shared_address(shared.stages[0].k), k, key, int(problem.k.row_stride), hint...);
+            if (kValuesApart) cp_async_commit();
+            values.load(shared_address(shared.stages[0].v), v, key, int(problem.v.row_stride), hint...);
+        });
         return true;
     }
 
     __device__ __forceinline__ KeyPipeline(Stages& shared, const ForwardProblem& problem, const Plan& plan)
-        : shared_(shared), problem_(problem), plan_(plan), keys_(plan.keys), values_(plan.values),
-          usable_pages_(kPages && Whole::usable_pages(plan.keys) && Whole::usable_pages(plan.values)) {}
+        : shared_(shared),
+          problem_(problem),
+          plan_(plan),
+          keys_(plan.keys),
+          values_(plan.values),
+          usable_pages_(kFew && Whole::usable_pages(plan.keys) && Whole::usable_pages(plan.values)) {}
 
     // A walk's first tile, unless load_early() has asked for it. Where there is none: waits for all that the
     // block has copied, as results take the place of the queries.
@@ -92,19 +99,9 @@ class KeyPipeline {
         mbarrier_wait(of_tile(shared_.empty, tile), tile / kStages % 2 ^ 1);
         const bool whole = walk.whole(), pages = whole && usable_pages_;
         if (pages && ahead_.row != walk.first()) ahead_.ask(plan_.keys.pages, walk.first(), plan_.slice.end);
-        if (whole && keys_.usable())
-            keys_.load(k_address(tile), plan_.keys, walk.first(), int(problem_.k.row_stride));
-        else if (pages)
-            Whole::load_pages(k_address(tile), ahead_, plan_.keys);
-        else
-            load_partial(k_address(tile), plan_.keys, walk);
+        copy(k_address(tile), keys_, plan_.keys, int(problem_.k.row_stride), walk, whole, pages);
         if (kValuesApart) mbarrier_arrive_behind_copies(of_tile(shared_.keys_full, tile));
-        if (whole && values_.usable())
-            values_.load(v_address(tile), plan_.values, walk.first(), int(problem_.v.row_stride));
-        else if (pages)
-            Whole::load_pages(v_address(tile), ahead_, plan_.values);
-        else
-            load_partial(v_address(tile), plan_.values, walk);
+        copy(v_address(tile), values_, plan_.values, int(problem_.v.row_stride), walk, whole, pages);
         mbarrier_arrive_behind_copies(of_tile(shared_.values_full, tile));
         if (pages) ahead_.ask(plan_.keys.pages, walk.first() + kRows, plan_.slice.end);
     }
@@ -137,9 +134,24 @@ class KeyPipeline {
         return shared_address(barriers) + tile % kStages * sizeof(uint64_t);
     }
 
-    __device__ __forceinline__ void load_partial(uint32_t place, const HeadRows<const Bits<dtype>>& rows,
-                                                 const TileWalk<kRows>& walk) const {
-        load_tile<threads, Tile, false>(place, rows, walk.first(), walk.seen(plan_.warp()));
+    template <class Load>
+    __device__ __forceinline__ static void hinted(const Load& load) {
+        if constexpr (kFew)
+            load(CacheHint::evict_first());
+        else
+            load();
+    }
+
+    // The walk's tile of keys, or of values.
+    __device__ __forceinline__ void copy(uint32_t place, const Whole& whole_tiles,
+                                         const HeadRows<const Bits<dtype>>& rows, int row_stride,
+                                         const TileWalk<kRows>& walk, bool whole, bool pages) const {
+        if (whole && whole_tiles.usable())
+            hinted([&](auto... hint) { whole_tiles.load(place, rows, walk.first(), row_stride, hint...); });
+        else if (pages)
+            hinted([&](auto... hint) { Whole::load_pages(place, ahead_, rows, hint...); });
+        else
+            load_tile<threads, Tile, false>(place, rows, walk.first(), walk.seen(plan_.warp()));
     }
 
     Stages& shared_;

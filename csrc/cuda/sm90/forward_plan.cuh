@@ -123,13 +123,20 @@ struct ForwardPlan {
         Interval some, all;
     } sights[KeyStart::kLists];
 
-    // Of the tile. By a warp: a lane looks at a warpgroup's queries. A map's lists are read.
+    // Of few queries: where the tile's keys are. By one thread.
+    __device__ void locate(const ForwardProblem& problem, const ForwardConfiguration& c) {
+        mask = Mask(problem, tile.sequence);
+        share = split.keys(tile, mask, c.key_tile);
+        start.visited = visited(tile, mask, share, c.key_tile);
+    }
+
+    // Of the tile; of few queries it is located. By a warp: a lane looks at a warpgroup's queries. A map's
+    // lists are read.
     __device__ void make(const ForwardProblem& problem, const ForwardConfiguration& c, int heads = 1) {
         const int i = lane_index();
         const Position queries = c.few ? c.few / heads : 64;  // of a warpgroup
         if (i == 0) {
-            mask = Mask(problem, tile.sequence);
-            share = c.few ? split.keys(tile, mask, c.key_tile) : Interval(0, kFar);
+            if (!c.few) mask = Mask(problem, tile.sequence), share = {0, kFar};
             const Position center = tile.first + mask.diagonal();
             reach = {mask.left < 0 ? -kFar : center - mask.left,
                      mask.right < 0 ? kFar : center + mask.right + 1};
@@ -164,7 +171,7 @@ struct ForwardPlan {
         }
         const uint32_t visitors = __ballot_sync(0xffffffff, visits);
         if (i == 0) {
-            start.visited = visited(tile, mask, share, c.key_tile);
+            if (!c.few) start.visited = visited(tile, mask, share, c.key_tile);
             start.mapped = problem.key_blocks.counts;
             start.row_halves = tile.first / kMaskQuarter;
             has_keys = start.mapped ? visitors != 0 : !start.visited.empty();
@@ -372,6 +379,7 @@ struct ForwardShared {
     uint32_t bad_keys[(c.key_tile + 31) / 32];
     ForwardBias<c> bias;
     OutputStage<c> output;
+    uint64_t located;  // of few queries: the first plan's tile is
 
     __device__ __forceinline__ KeyNote& note(uint32_t tile) { return notes[tile % (2 * c.stages)]; }
 
@@ -388,6 +396,7 @@ struct ForwardShared {
             mbarrier_init(shared_address(&v_empty[i]), c.warpgroups * 4 * kWarpArrivals);
         }
         bias.start();
+        if (c.few) mbarrier_init(shared_address(&located), 1);
     }
 };
 

@@ -38,7 +38,11 @@ class ForwardPlanner {
         for (uint32_t n = 0, nothing = 0; !ended; ++n) {
             ForwardPlan& plan = shared_.plans[n];
             shared_.plans.await_room(n, ahead_);
-            if (lane_index() == 0) decide(plan, nothing == kPlans - 1);
+            if (lane_index() == 0) {
+                decide(plan, nothing == kPlans - 1);
+                if (c.few && plan.work == Work::tile) plan.locate(problem_, c);
+                if (c.few && n == 0) mbarrier_arrive(shared_address(&shared_.located));
+            }
             __syncwarp();
             nothing = plan.work == Work::tile ? 0 : nothing + 1;
             ended = plan.work == Work::end;
@@ -96,7 +100,16 @@ class ForwardPlanner {
             load_queries_of_heads<64, c.head_dim>(to, maps_.q, full, few_.heads,
                                                   row + warpgroup * (64 / few_.heads), head, batch);
         else
-            load_rows<64, 64, c.head_dim>(to, maps_.q, full, row + warpgroup * 64, head, batch);
+            load_queries(to, full, row + warpgroup * 64, head, batch);
+    }
+
+    __device__ __forceinline__ void load_queries(const char* to, uint32_t full, int row, int head,
+                                                 int batch) const {
+        // Of the widest heads they are as many bytes as a short diagonal's keys, which the cache is to keep.
+        if constexpr (c.head_dim == 256)
+            load_rows<64, 64, c.head_dim>(to, maps_.q, full, row, head, batch, CacheHint::evict_first());
+        else
+            load_rows<64, 64, c.head_dim>(to, maps_.q, full, row, head, batch);
     }
 
     const ForwardProblem& problem_;
@@ -131,6 +144,7 @@ class ForwardProducer {
     template <bool kKeys>
     __device__ __forceinline__ void copy_tiles() {
         uint32_t tile = 0;  // of all that the block does
+        if constexpr (c.few > 0) copy_first<kKeys>();
         shared_.plans.each([&](ForwardPlan& plan, uint32_t n) {
             if (plan.work == Work::tile) copy_plan<kKeys>(plan, tile);
             mbarrier_arrive_warp(in_ring(kKeys ? shared_.plans.walked : shared_.plans.done, n));
@@ -157,6 +171,22 @@ class ForwardProducer {
         }
     }
 
+    // Of few queries, the block's first tile as soon as it is known where that lies: to make the plan, and
+    // the first note, takes as long as the copy.
+    template <bool kKeys>
+    __device__ __forceinline__ void copy_first() {
+        mbarrier_wait(shared_address(&shared_.located), 0);
+        __syncwarp();
+        const ForwardPlan& plan = shared_.plans[0];
+        const Interval visited = plan.start.visited;
+        if (plan.work != Work::tile || visited.empty()) return;
+        begun_ = true;
+        KeyRows rows(plan.tile, problem_);
+        await_grid_before();
+        CachedKeys(plan.tile, problem_).find(rows, visited.begin);
+        if (lane_index() == 0) load<kKeys>(0, rows, visited.begin);
+    }
+
     // The plan's tiles of keys, or of values, from the block's tile-th on; tile becomes the next plan's first
     // one. All that is read in shared memory is read before a stage is waited for.
     template <bool kKeys>
@@ -171,8 +201,7 @@ class ForwardProducer {
                 mbarrier_wait(in_ring(shared_.k_empty, tile), parity(shared_.k_empty, tile) ^ 1);
                 __syncwarp();  // else a lane could miss the phase
                 if (lane_index() == 0) {
-                    load_keys<c.key_tile, c.head_dim>(shared_.k[tile % c.stages], maps_.k,
-                                                      in_ring(shared_.k_full, tile), rows, note.first);
+                    if (!c.few || tile > 0 || !begun_) load<true>(tile, rows, note.first);
                     shared_.note(tile) = note;
                     mbarrier_arrive(in_ring(shared_.k_full, tile));
                 }
@@ -182,8 +211,7 @@ class ForwardProducer {
                 mbarrier_wait(in_ring(shared_.v_empty, tile), parity(shared_.v_empty, tile) ^ 1);
                 __syncwarp();
                 if (lane_index() == 0) {
-                    load_keys<c.key_tile, c.values()>(shared_.v[tile % c.stages], maps_.v,
-                                                      in_ring(shared_.v_full, tile), rows, first);
+                    if (!c.few || tile > 0 || !begun_) load<false>(tile, rows, first);
                     mbarrier_arrive(in_ring(shared_.v_full, tile));
                 }
             }
@@ -191,9 +219,27 @@ class ForwardProducer {
         }
     }
 
+    // By one lane, which has yet to arrive.
+    template <bool kKeys>
+    __device__ __forceinline__ void load(uint32_t tile, const KeyRows& rows, Position first) const {
+        const auto copy = [&](auto... hint) {
+            if constexpr (kKeys)
+                load_keys<c.key_tile, c.head_dim>(shared_.k[tile % c.stages], maps_.k,
+                                                  in_ring(shared_.k_full, tile), rows, first, hint...);
+            else
+                load_keys<c.key_tile, c.values()>(shared_.v[tile % c.stages], maps_.v,
+                                                  in_ring(shared_.v_full, tile), rows, first, hint...);
+        };
+        if constexpr (c.few > 0)
+            copy(CacheHint::evict_first());
+        else
+            copy();
+    }
+
     const ForwardProblem& problem_;
     const ForwardMaps& maps_;
     ForwardShared<c>& shared_;
+    bool begun_ = false;  // the block's first tile has been asked for
 };
 
 }  // namespace flash::cuda::sm90

@@ -1,5 +1,7 @@
 #pragma once
 
+#include "cache_hint.h"
+
 namespace flash::cuda {
 
 inline void cp_async(uint32_t shared, const void* global, int bytes, bool valid) {
@@ -14,6 +16,9 @@ inline void cp_async(uint32_t shared, const void* global, int bytes, bool valid)
 }
 
 inline void cp_async_16(uint32_t shared, const void* global) {
+    cp_async(shared, global, 16, true);
+}
+inline void cp_async_16(uint32_t shared, const void* global, CacheHint) {
     cp_async(shared, global, 16, true);
 }
 inline void cp_async_16(uint32_t shared, const void* global, bool valid) {

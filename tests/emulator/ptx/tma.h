@@ -1,5 +1,7 @@
 #pragma once
 
+#include "cache_hint.h"
+
 namespace flash::cuda {
 
 inline void tma_prefetch_map(const CUtensorMap*) {}
@@ -33,7 +35,7 @@ inline char* place_of_box(const emulator::TensorMap& map, uint32_t shared, int x
 }
 
 inline void tma_load(uint32_t shared, const CUtensorMap* map, uint32_t barrier, int x, int row, int head,
-                     int batch) {
+                     int batch, CacheHint = {}) {
     const auto* const from = reinterpret_cast<const emulator::TensorMap*>(map);
     int bytes;
     char* const to = place_of_box(*from, shared, x, bytes);
