@@ -151,7 +151,7 @@ __device__ __forceinline__ void load_elements(uint32_t tile, const Rows& from, P
 
 // Copies of whole tiles by two instructions a chunk, for the loops over tiles that nearly all are whole. What
 // does not change from tile to tile stays in registers: where this thread's chunk of row 0 lies, unless
-// kFrugal. hint: none, or a CacheHint.
+// kFrugal. hint: of ptx/cache_hint.h.
 template <int kThreads, class Tile, bool kFrugal = false>
 class WholeTiles {
   public:
@@ -169,9 +169,9 @@ class WholeTiles {
     }
 
     // Starts the copies of rows [first, first + Tile::rows), which all exist. row_stride: of the rows.
-    template <class Element, class... Hint>
+    template <class Element, class Hint = NoHint>
     __device__ __forceinline__ void load(uint32_t tile, const HeadRows<const Element>& rows, Position first,
-                                         int row_stride, Hint... hint) const {
+                                         int row_stride, Hint hint = {}) const {
         static_assert(Threads::row_step % 8 == 0);  // so that one step's permutation serves all
         const uint32_t place = tile + Tile::offset(Threads::first_row(), 0, Threads::chunk());
         const int64_t row_bytes = int64_t(row_stride) * Tile::element_bytes,
@@ -182,13 +182,13 @@ class WholeTiles {
 #pragma unroll
             for (int panel = 0; panel < Tile::panels; ++panel)
                 cp_async_16(place + panel * Tile::panel_bytes + step * Threads::row_step * Tile::row_bytes,
-                            source + panel * Tile::row_bytes, hint...);
+                            source + panel * Tile::row_bytes, hint);
     }
 
     // The same of the pages that were asked for, by whole warps.
-    template <class Element, class... Hint>
+    template <class Element, class Hint = NoHint>
     __device__ __forceinline__ static void load_pages(uint32_t tile, const PagesAhead<Tile::rows>& ahead,
-                                                      const HeadRows<const Element>& rows, Hint... hint) {
+                                                      const HeadRows<const Element>& rows, Hint hint = {}) {
         static_assert(Tile::rows / 16 < 32);
         const uint32_t place = tile + Tile::offset(Threads::first_row(), 0, Threads::chunk());
         const Pages& pages = rows.pages;
@@ -211,7 +211,7 @@ class WholeTiles {
 #pragma unroll
             for (int panel = 0; panel < Tile::panels; ++panel)
                 cp_async_16(place + panel * Tile::panel_bytes + step * Threads::row_step * Tile::row_bytes,
-                            sources[step] + panel * Tile::panel, hint...);
+                            sources[step] + panel * Tile::panel, hint);
     }
 
   private:

@@ -7,13 +7,13 @@
 
 namespace flash::cuda {
 
-__device__ __forceinline__ void cp_async_16(uint32_t shared, const void* global) {
+__device__ __forceinline__ void cp_async_16(uint32_t shared, const void* global, NoHint = {}) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;\n" ::"r"(shared),
                  "l"(__cvta_generic_to_global(global))
                  : "memory");
 }
 
-__device__ __forceinline__ void cp_async_16(uint32_t shared, const void* global, CacheHint hint) {
+__device__ __forceinline__ void cp_async_16(uint32_t shared, const void* global, EvictFirst hint) {
     asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2;\n" ::"r"(shared),
                  "l"(__cvta_generic_to_global(global)), "l"(hint.policy)
                  : "memory");

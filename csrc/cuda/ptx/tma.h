@@ -18,7 +18,7 @@ __device__ __forceinline__ void tma_prefetch_map(const CUtensorMap* map) {
 
 // Into shared memory; the mbarrier is told of every byte.
 __device__ __forceinline__ void tma_load(uint32_t shared, const CUtensorMap* map, uint32_t barrier, int x,
-                                         int row, int head, int batch) {
+                                         int row, int head, int batch, NoHint = {}) {
     asm volatile(
         "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, "
         "%4, %5, %6}], [%2];\n" ::"r"(shared),
@@ -26,7 +26,7 @@ __device__ __forceinline__ void tma_load(uint32_t shared, const CUtensorMap* map
         : "memory");
 }
 __device__ __forceinline__ void tma_load(uint32_t shared, const CUtensorMap* map, uint32_t barrier, int x,
-                                         int row, int head, int batch, CacheHint hint) {
+                                         int row, int head, int batch, EvictFirst hint) {
     asm volatile(
         "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
         "[%0], [%1, {%3, %4, %5, %6}], [%2], %7;\n" ::"r"(shared),

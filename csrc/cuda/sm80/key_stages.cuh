@@ -4,6 +4,8 @@
 // some multiply while others take exponentials.
 #pragma once
 
+#include <type_traits>
+
 #include "../ptx/mbarrier.h"
 #include "query_plan.cuh"
 
@@ -22,7 +24,7 @@ struct KeyStages {
 // Every thread of the block has one; tiles are counted from 0 in the order in which they are visited.
 // kFrugal: for loops whose products take all registers. kValuesApart: wait_keys() does not wait for the
 // values; to look at two barriers takes registers. kFew: whole tiles in pages have a path of their own, and
-// nobody else reads the keys soon.
+// what is read leaves the second-level cache first.
 template <DType dtype, int kRows, int kColumns, int kWarps, bool kFrugal, int kStages = 2,
           bool kValuesApart = false, bool kFew = false>
 class KeyPipeline {
@@ -58,11 +60,9 @@ class KeyPipeline {
         const HeadRows<const Bits<dtype>> v(problem.v, entry, first, tile.key_head, problem.head_dim_v);
         const Whole keys(k), values(v);
         if (!keys.usable() || !values.usable()) return false;
-        hinted([&](auto... hint) {
-            keys.load(shared_address(shared.stages[0].k), k, key, int(problem.k.row_stride), hint...);
-            if (kValuesApart) cp_async_commit();
-            values.load(shared_address(shared.stages[0].v), v, key, int(problem.v.row_stride), hint...);
-        });
+        keys.load(shared_address(shared.stages[0].k), k, key, int(problem.k.row_stride), Hint());
+        if (kValuesApart) cp_async_commit();
+        values.load(shared_address(shared.stages[0].v), v, key, int(problem.v.row_stride), Hint());
         return true;
     }
 
@@ -130,16 +130,10 @@ class KeyPipeline {
     }
 
   private:
+    using Hint = std::conditional_t<kFew, EvictFirst, NoHint>;
+
     __device__ __forceinline__ static uint32_t of_tile(const uint64_t (&barriers)[kStages], uint32_t tile) {
         return shared_address(barriers) + tile % kStages * sizeof(uint64_t);
-    }
-
-    template <class Load>
-    __device__ __forceinline__ static void hinted(const Load& load) {
-        if constexpr (kFew)
-            load(CacheHint::evict_first());
-        else
-            load();
     }
 
     // The walk's tile of keys, or of values.
@@ -147,9 +141,9 @@ class KeyPipeline {
                                          const HeadRows<const Bits<dtype>>& rows, int row_stride,
                                          const TileWalk<kRows>& walk, bool whole, bool pages) const {
         if (whole && whole_tiles.usable())
-            hinted([&](auto... hint) { whole_tiles.load(place, rows, walk.first(), row_stride, hint...); });
+            whole_tiles.load(place, rows, walk.first(), row_stride, Hint());
         else if (pages)
-            hinted([&](auto... hint) { Whole::load_pages(place, ahead_, rows, hint...); });
+            Whole::load_pages(place, ahead_, rows, Hint());
         else
             load_tile<threads, Tile, false>(place, rows, walk.first(), walk.seen(plan_.warp()));
     }

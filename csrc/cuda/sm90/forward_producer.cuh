@@ -3,6 +3,8 @@
 // other times, and one those of a bias.
 #pragma once
 
+#include <type_traits>
+
 #include "../ptx/grid_dependency.h"
 #include "bias_tile.cuh"
 #include "forward_plan.cuh"
@@ -40,8 +42,10 @@ class ForwardPlanner {
             shared_.plans.await_room(n, ahead_);
             if (lane_index() == 0) {
                 decide(plan, nothing == kPlans - 1);
-                if (c.few && plan.work == Work::tile) plan.locate(problem_, c);
-                if (c.few && n == 0) mbarrier_arrive(shared_address(&shared_.located));
+                if constexpr (c.few > 0) {
+                    if (plan.work == Work::tile) plan.locate(problem_, c);
+                    if (n == 0) mbarrier_arrive(shared_address(&shared_.located));
+                }
             }
             __syncwarp();
             nothing = plan.work == Work::tile ? 0 : nothing + 1;
@@ -100,17 +104,11 @@ class ForwardPlanner {
             load_queries_of_heads<64, c.head_dim>(to, maps_.q, full, few_.heads,
                                                   row + warpgroup * (64 / few_.heads), head, batch);
         else
-            load_queries(to, full, row + warpgroup * 64, head, batch);
+            load_rows<64, 64, c.head_dim>(to, maps_.q, full, row + warpgroup * 64, head, batch, Hint());
     }
 
-    __device__ __forceinline__ void load_queries(const char* to, uint32_t full, int row, int head,
-                                                 int batch) const {
-        // Of the widest heads they are as many bytes as a short diagonal's keys, which the cache is to keep.
-        if constexpr (c.head_dim == 256)
-            load_rows<64, 64, c.head_dim>(to, maps_.q, full, row, head, batch, CacheHint::evict_first());
-        else
-            load_rows<64, 64, c.head_dim>(to, maps_.q, full, row, head, batch);
-    }
+    // Of the widest heads they are as many bytes as a short diagonal's keys, which the cache is to keep.
+    using Hint = std::conditional_t<c.head_dim == 256, EvictFirst, NoHint>;
 
     const ForwardProblem& problem_;
     const ForwardMaps& maps_;
@@ -201,7 +199,7 @@ class ForwardProducer {
                 mbarrier_wait(in_ring(shared_.k_empty, tile), parity(shared_.k_empty, tile) ^ 1);
                 __syncwarp();  // else a lane could miss the phase
                 if (lane_index() == 0) {
-                    if (!c.few || tile > 0 || !begun_) load<true>(tile, rows, note.first);
+                    if (tile > 0 || !begun_) load<true>(tile, rows, note.first);
                     shared_.note(tile) = note;
                     mbarrier_arrive(in_ring(shared_.k_full, tile));
                 }
@@ -211,7 +209,7 @@ class ForwardProducer {
                 mbarrier_wait(in_ring(shared_.v_empty, tile), parity(shared_.v_empty, tile) ^ 1);
                 __syncwarp();
                 if (lane_index() == 0) {
-                    if (!c.few || tile > 0 || !begun_) load<false>(tile, rows, first);
+                    if (tile > 0 || !begun_) load<false>(tile, rows, first);
                     mbarrier_arrive(in_ring(shared_.v_full, tile));
                 }
             }
@@ -222,18 +220,13 @@ class ForwardProducer {
     // By one lane, which has yet to arrive.
     template <bool kKeys>
     __device__ __forceinline__ void load(uint32_t tile, const KeyRows& rows, Position first) const {
-        const auto copy = [&](auto... hint) {
-            if constexpr (kKeys)
-                load_keys<c.key_tile, c.head_dim>(shared_.k[tile % c.stages], maps_.k,
-                                                  in_ring(shared_.k_full, tile), rows, first, hint...);
-            else
-                load_keys<c.key_tile, c.values()>(shared_.v[tile % c.stages], maps_.v,
-                                                  in_ring(shared_.v_full, tile), rows, first, hint...);
-        };
-        if constexpr (c.few > 0)
-            copy(CacheHint::evict_first());
+        using Hint = std::conditional_t<c.few != 0, EvictFirst, NoHint>;
+        if constexpr (kKeys)
+            load_keys<c.key_tile, c.head_dim>(shared_.k[tile % c.stages], maps_.k,
+                                              in_ring(shared_.k_full, tile), rows, first, Hint());
         else
-            copy();
+            load_keys<c.key_tile, c.values()>(shared_.v[tile % c.stages], maps_.v,
+                                              in_ring(shared_.v_full, tile), rows, first, Hint());
     }
 
     const ForwardProblem& problem_;

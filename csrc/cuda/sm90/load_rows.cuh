@@ -10,24 +10,24 @@
 namespace flash::cuda::sm90 {
 
 // So many rows, those of a box of the map, to a tile in panels of kTileRows, each 64 columns from a multiple
-// of kPanelStep on. at: the box's place on the map's other axes. hint: none, or a CacheHint. By one thread,
+// of kPanelStep on. at: the box's place on the map's other axes. hint: of ptx/cache_hint.h. By one thread,
 // which has yet to arrive.
-template <int kTileRows, int kHeadDim, int kPanelStep = kPanel, class... Hint>
+template <int kTileRows, int kHeadDim, int kPanelStep = kPanel, class Hint = NoHint>
 __device__ __forceinline__ void load_boxes(const char* to, const CUtensorMap& map, uint32_t barrier, int rows,
-                                           const int (&at)[3], Hint... hint) {
+                                           const int (&at)[3], Hint hint = {}) {
     constexpr int columns = in_whole_panels(kHeadDim);
     mbarrier_expect(barrier, rows * columns * 2);
 #pragma unroll
     for (int panel = 0; panel < columns / kPanel; ++panel)
         tma_load(shared_address(to) + panel * kTileRows * 128, &map, barrier, panel * kPanelStep, at[0],
-                 at[1], at[2], hint...);
+                 at[1], at[2], hint);
 }
 
 // Rows of a head.
-template <int kRows, int kTileRows, int kHeadDim, int kPanelStep = kPanel, class... Hint>
+template <int kRows, int kTileRows, int kHeadDim, int kPanelStep = kPanel, class Hint = NoHint>
 __device__ __forceinline__ void load_rows(const char* to, const CUtensorMap& map, uint32_t barrier, int row,
-                                          int head, int batch, Hint... hint) {
-    load_boxes<kTileRows, kHeadDim, kPanelStep>(to, map, barrier, kRows, {row, head, batch}, hint...);
+                                          int head, int batch, Hint hint = {}) {
+    load_boxes<kTileRows, kHeadDim, kPanelStep>(to, map, barrier, kRows, {row, head, batch}, hint);
 }
 
 // As many queries as kRows have room for, of so many heads that are next to each other in a row, and in the
@@ -79,10 +79,10 @@ class CachedKeys {
 };
 
 // A tile of kRows keys, or values. By one thread, which has yet to arrive.
-template <int kRows, int kHeadDim, class... Hint>
+template <int kRows, int kHeadDim, class Hint = NoHint>
 __device__ __forceinline__ void load_keys(const char* to, const CUtensorMap& map, uint32_t barrier,
-                                          const KeyRows& rows, Position first, Hint... hint) {
-    load_rows<kRows, kRows, kHeadDim>(to, map, barrier, rows.first + first, rows.head, rows.batch, hint...);
+                                          const KeyRows& rows, Position first, Hint hint = {}) {
+    load_rows<kRows, kRows, kHeadDim>(to, map, barrier, rows.first + first, rows.head, rows.batch, hint);
 }
 
 }  // namespace flash::cuda::sm90

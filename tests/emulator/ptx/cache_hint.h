@@ -2,8 +2,7 @@
 
 namespace flash::cuda {
 
-struct CacheHint {
-    static CacheHint evict_first() { return {}; }
-};
+struct NoHint {};
+struct EvictFirst {};
 
 }  // namespace flash::cuda
