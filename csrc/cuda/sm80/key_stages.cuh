@@ -99,9 +99,20 @@ class KeyPipeline {
         mbarrier_wait(of_tile(shared_.empty, tile), tile / kStages % 2 ^ 1);
         const bool whole = walk.whole(), pages = whole && usable_pages_;
         if (pages && ahead_.row != walk.first()) ahead_.ask(plan_.keys.pages, walk.first(), plan_.slice.end);
-        copy(k_address(tile), keys_, plan_.keys, int(problem_.k.row_stride), walk, whole, pages);
+        // Keys and values alike; as one function the compiler spills in the tiles of 128 x 128 on sm_100.
+        if (whole && keys_.usable())
+            keys_.load(k_address(tile), plan_.keys, walk.first(), int(problem_.k.row_stride), Hint());
+        else if (pages)
+            Whole::load_pages(k_address(tile), ahead_, plan_.keys, Hint());
+        else
+            load_partial(k_address(tile), plan_.keys, walk);
         if (kValuesApart) mbarrier_arrive_behind_copies(of_tile(shared_.keys_full, tile));
-        copy(v_address(tile), values_, plan_.values, int(problem_.v.row_stride), walk, whole, pages);
+        if (whole && values_.usable())
+            values_.load(v_address(tile), plan_.values, walk.first(), int(problem_.v.row_stride), Hint());
+        else if (pages)
+            Whole::load_pages(v_address(tile), ahead_, plan_.values, Hint());
+        else
+            load_partial(v_address(tile), plan_.values, walk);
         mbarrier_arrive_behind_copies(of_tile(shared_.values_full, tile));
         if (pages) ahead_.ask(plan_.keys.pages, walk.first() + kRows, plan_.slice.end);
     }
@@ -136,16 +147,9 @@ class KeyPipeline {
         return shared_address(barriers) + tile % kStages * sizeof(uint64_t);
     }
 
-    // The walk's tile of keys, or of values.
-    __device__ __forceinline__ void copy(uint32_t place, const Whole& whole_tiles,
-                                         const HeadRows<const Bits<dtype>>& rows, int row_stride,
-                                         const TileWalk<kRows>& walk, bool whole, bool pages) const {
-        if (whole && whole_tiles.usable())
-            whole_tiles.load(place, rows, walk.first(), row_stride, Hint());
-        else if (pages)
-            Whole::load_pages(place, ahead_, rows, Hint());
-        else
-            load_tile<threads, Tile, false>(place, rows, walk.first(), walk.seen(plan_.warp()));
+    __device__ __forceinline__ void load_partial(uint32_t place, const HeadRows<const Bits<dtype>>& rows,
+                                                 const TileWalk<kRows>& walk) const {
+        load_tile<threads, Tile, false>(place, rows, walk.first(), walk.seen(plan_.warp()));
     }
 
     Stages& shared_;
