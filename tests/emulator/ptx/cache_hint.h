@@ -2,7 +2,8 @@
 
 namespace flash::cuda {
 
+// There is no such cache here: every hint is none.
 struct NoHint {};
-struct EvictFirst {};
+struct EvictFirst : NoHint {};
 
 }  // namespace flash::cuda

@@ -18,9 +18,6 @@ inline void cp_async(uint32_t shared, const void* global, int bytes, bool valid)
 inline void cp_async_16(uint32_t shared, const void* global, NoHint = {}) {
     cp_async(shared, global, 16, true);
 }
-inline void cp_async_16(uint32_t shared, const void* global, EvictFirst) {
-    cp_async(shared, global, 16, true);
-}
 inline void cp_async_16(uint32_t shared, const void* global, bool valid) {
     cp_async(shared, global, 16, valid);
 }

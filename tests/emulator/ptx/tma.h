@@ -34,9 +34,8 @@ inline char* place_of_box(const emulator::TensorMap& map, uint32_t shared, int x
     return emulator::at_shared<char>(shared, bytes, map.swizzled ? 1024 : 128);
 }
 
-template <class Hint = NoHint>
-void tma_load(uint32_t shared, const CUtensorMap* map, uint32_t barrier, int x, int row, int head,
-                     int batch, Hint = {}) {
+inline void tma_load(uint32_t shared, const CUtensorMap* map, uint32_t barrier, int x, int row, int head,
+                     int batch, NoHint = {}) {
     const auto* const from = reinterpret_cast<const emulator::TensorMap*>(map);
     int bytes;
     char* const to = place_of_box(*from, shared, x, bytes);
