@@ -156,7 +156,7 @@ void time_cell(const Sizes& sizes, int idle, int64_t seqlen, bool causal, char h
     const double flops = (3.0 * kHeadDim + 2.0 * kValueDim) * scores;
 #else
     const TensorView results[] = {forward.out};
-    const int64_t workspace = FLASH_KERNEL_SYMBOL.workspace_bytes(forward, 1);
+    const int64_t workspace = FLASH_KERNEL_SYMBOL.workspace_bytes(forward, 1, launch.device);
     if (workspace) launch.workspace = memory.take(workspace);
     const auto run = [&] { FLASH_KERNEL_SYMBOL.launch(forward, 1, launch); };
     const double flops = double(kHeadDim + kValueDim) * scores;

@@ -183,7 +183,8 @@ Plan choose(const ForwardProblem& problem, const cuda::Device& device) {
     const cuda::ForwardKernel* const kernel = cuda::kernel_for(problem, device);
     if (!kernel) refuse(problem, device);
     const int splits = cuda::splits_of(problem, *kernel, device);
-    return {kernel->engine, kernel->name, kernel->workspace_bytes(problem, splits), splits, kernel, nullptr};
+    return {kernel->engine, kernel->name, kernel->workspace_bytes(problem, splits, device),
+            splits,         kernel,       nullptr};
 }
 
 Plan choose(const BackwardProblem& problem, const cuda::Device& device) {

@@ -104,6 +104,21 @@ def test_parts_of_keys_in_turn(batch):
     Case(torch.bfloat16, batch, 30, 3000, 16, 4, 128, causal=True, device=DEVICE).check_forward()
 
 
+@pytest.mark.parametrize("num_splits", [2, 3, 4, 7, 16, 17])
+@pytest.mark.parametrize("seqlen_q", [1, 5, 20, 45])
+@pytest.mark.parametrize("head_dim", [64, 72, 128, 256])
+def test_parts_of_keys_at_once(head_dim, seqlen_q, num_splits):
+    """Up to 16 are a cluster where the GPU has those. Some have no key that anyone sees; in one rows are done
+    again, since exponentials grow to 2^200 times those of its first tile."""
+    for window_size, dtype in itertools.product([(-1, -1), (900, 0)], HALVES):
+        case = Case(dtype, 1, seqlen_q, 3000, 8, 1, head_dim, window_size=window_size, device=DEVICE)
+        q, k, v, _ = case.draw()
+        k[:, 2500:] *= 30
+        out, lse = flash_attn.flash_attn_with_kvcache(
+            q, k, v, window_size=window_size, num_splits=num_splits, return_softmax_lse=True)
+        Expected(case.attend(), q, k, v).check(out=out, lse=lse)
+
+
 @pytest.mark.parametrize("num_heads,num_heads_k", GROUPS)
 def test_unaligned_rows(num_heads, num_heads_k):
     q, k, v = draw(3, 300, num_heads, num_heads_k, 72)

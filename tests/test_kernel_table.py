@@ -344,6 +344,13 @@ def test_splits_of_few_queries_in_pages(blocks, key_tiles, splits):
     assert _C.splits_for_few(blocks, key_tiles, 132, 3, pages=True) == splits
 
 
+@pytest.mark.parametrize("blocks,key_tiles,splits", [
+    (8, 32, 16), (8, 64, 16), (8, 128, 32), (4, 128, 64), (64, 128, 4), (256, 128, 1)])
+def test_splits_of_few_queries_in_clusters(blocks, key_tiles, splits):
+    """The same where up to 16 of them put their results together without another kernel."""
+    assert _C.splits_for_few(blocks, key_tiles, 132, 3, cluster=16) == splits
+
+
 def test_splits_for_nothing():
     assert _C.splits_for(0, 100, 132, 2) == _C.splits_for_few(0, 100, 132, 2) == 1
 
@@ -355,8 +362,8 @@ def on_h100(**given):
 
 
 def test_few_queries_split_the_keys():
-    plan = on_h100(seqlen_q=1, seqlen_k=8192, batch=1, heads=8)
-    assert 16 <= plan["splits"] <= 64
+    plan = on_h100(seqlen_q=1, seqlen_k=16384, batch=1, heads=8)
+    assert 16 < plan["splits"] <= 64
     # A partial out of 64 numbers and a partial lse for each split, head and query.
     assert plan["workspace_bytes"] >= plan["splits"] * 8 * 65 * 4
 
@@ -367,6 +374,7 @@ def test_few_queries_have_tiles_of_their_own():
     few = {"seqlen_q": 4, "seqlen_k": 8192, "batch": 8, "heads": 32, "heads_k": 8, "head_dim": 128}
     plan = on_h100(**few)
     assert plan["configuration"] == "forward_bfloat16_d128_q16_k64_few" and plan["splits"] == 4
+    assert plan["workspace_bytes"] == 0  # a cluster's parts stay in shared memory
     many = on_h100(**{**few, "batch": 50})
     assert many["configuration"] == "forward_bfloat16_d128_q16_k32_few" and many["splits"] == 1
     # Two tiles a key head, where Hopper's own, which would hold both, does not pay.
@@ -391,6 +399,13 @@ def test_rows_of_more_queries(batch, seqlen_q, splits):
     """Hopper's own tiles of (query, head) rows, and how many parts of the keys were about the fastest."""
     plan = on_h100(**GROUPED, batch=batch, seqlen_q=seqlen_q)
     assert plan["configuration"] == "forward_bfloat16_d128_q128_k128_s3_few" and plan["splits"] == splits
+
+
+@pytest.mark.parametrize("batch,seqlen_q", [(8, 8), (8, 1)])
+def test_parts_that_are_a_cluster_need_no_workspace(batch, seqlen_q):
+    assert on_h100(**GROUPED, batch=batch, seqlen_q=seqlen_q)["workspace_bytes"] == 0
+    # Of about as many blocks as there are multiprocessors some clusters would come later.
+    assert on_h100(**GROUPED, batch=1, seqlen_q=128)["workspace_bytes"] > 0
 
 
 @pytest.mark.parametrize("given", [

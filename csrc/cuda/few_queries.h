@@ -47,6 +47,13 @@ inline int64_t keys_of_few(const ForwardProblem& problem) {
     return std::min(problem.seqlen_k, most_keys(problem) + problem.seqlen_q - 1);
 }
 
+// The largest cluster that a chip starts whose multiprocessors have room for more than one of its blocks
+// each.
+inline int most_in_cluster(const Device& device) {
+    if (device.capability == 90 || device.capability == 100) return kMostInCluster;
+    return device.capability > 90 ? 8 : 1;
+}
+
 // Of Hopper's kernels for few queries, measured.
 inline TurnTimes times_of_few(const ForwardProblem& problem, int rows, int query_tile, int key_tile,
                               int head_dim, const Device& device) {

@@ -31,11 +31,13 @@ struct Launch {
     // The kernel may start while the one before it ends: it waits for that itself (ptx/grid_dependency.h).
     // From Hopper on.
     bool overlaps = false;
+    int cluster = 1;  // so many blocks are one (ptx/cluster.h)
 
     Launch overlapping() const { return {device, stream, workspace, device.capability >= 90}; }
 };
 
-constexpr int kMostSplits = 128;  // blocks that share the keys of a query tile
+constexpr int kMostSplits = 128;    // blocks that share the keys of a query tile
+constexpr int kMostInCluster = 16;  // that can be a cluster then, on some chips (ptx/cluster.h)
 
 struct ForwardKernel {
     const char* engine;  // "sm80"
@@ -48,7 +50,7 @@ struct ForwardKernel {
     bool takes_bias;
     int64_t shared_bytes;  // of one block
     // splits > 1: that many blocks share the keys of a query tile, and combine adds them up.
-    int64_t (*workspace_bytes)(const ForwardProblem& problem, int splits);
+    int64_t (*workspace_bytes)(const ForwardProblem& problem, int splits, const Device& device);
     void (*launch)(const ForwardProblem& problem, int splits, const Launch& launch);
     int capability = 0;  // of the only chips that run it; 0: all
     // Why it doesn't take a problem whose type and sizes suit it, or nullptr; nullptr: it takes all.

@@ -30,12 +30,22 @@ void launch_kernel(const char* name, void (*kernel)(Parameters...), int64_t bloc
     if (shared_bytes > 48 * 1024)
         check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared_bytes)),
               name);
-    cudaLaunchAttribute overlaps{};
-    overlaps.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    overlaps.val.programmaticStreamSerializationAllowed = 1;
-    const cudaLaunchConfig_t config{
-        unsigned(blocks), unsigned(threads), size_t(shared_bytes), static_cast<cudaStream_t>(launch.stream),
-        &overlaps,        launch.overlaps};
+    constexpr int kPortableCluster = 8;  // blocks, on all chips that have clusters
+    if (launch.cluster > kPortableCluster)
+        check(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1), name);
+    cudaLaunchAttribute attributes[2]{};
+    unsigned count = 0;
+    if (launch.overlaps) {
+        attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+        attributes[count++].val.programmaticStreamSerializationAllowed = 1;
+    }
+    if (launch.cluster > 1) {
+        attributes[count].id = cudaLaunchAttributeClusterDimension;
+        attributes[count++].val.clusterDim = {unsigned(launch.cluster), 1, 1};
+    }
+    const cudaLaunchConfig_t config{unsigned(blocks),     unsigned(threads),
+                                    size_t(shared_bytes), static_cast<cudaStream_t>(launch.stream),
+                                    attributes,           count};
     check(cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...), name);
 }
 

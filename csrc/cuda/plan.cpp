@@ -216,15 +216,18 @@ int splits_for(int64_t blocks, int64_t key_tiles, int multiprocessors, int resid
     return fewest_splits(most, 85, time);
 }
 
-int splits_for_few(int64_t blocks, int64_t key_tiles, int multiprocessors, int resident, bool pages) {
+int splits_for_few(int64_t blocks, int64_t key_tiles, int multiprocessors, int resident, bool pages,
+                   int cluster) {
     if (blocks == 0) return 1;
     const int64_t most =
         std::min<int64_t>({kMostSplits, int64_t(multiprocessors) * resident / blocks, key_tiles});
     // The memory is the limit: blocks of a multiprocessor share what it reads, of which one alone reads three
-    // quarters. What a block does to find its pages others hide.
+    // quarters. What a block does to find its pages others hide. More parts than a cluster has take another
+    // kernel, as long as a tile of a block alone.
     const auto time = [&](int64_t splits) {
         const int64_t together = (blocks * splits + multiprocessors - 1) / multiprocessors;
-        return (std::max<int64_t>(4, 3 * together) + (pages ? 2 : 0)) * ((key_tiles + splits - 1) / splits);
+        return (std::max<int64_t>(4, 3 * together) + (pages ? 2 : 0)) * ((key_tiles + splits - 1) / splits) +
+               (cluster > 1 && splits > cluster ? 4 : 0);
     };
     return fewest_splits(most, 95, time);
 }
@@ -246,7 +249,7 @@ int splits_of(const ForwardProblem& problem, const ForwardKernel& kernel, const 
             .splits();
     if (kernel.few)
         return splits_for_few(tiles_of_few(problem, kernel.few, kernel.query_tile / kernel.few), key_tiles,
-                              device.multiprocessors, resident, problem.cache.pages);
+                              device.multiprocessors, resident, problem.cache.pages, most_in_cluster(device));
     const int64_t query_tiles = (problem.seqlen_q + kernel.query_tile - 1) / kernel.query_tile;
     return splits_for(query_tiles * problem.heads_q * problem.batch, key_tiles, device.multiprocessors,
                       std::min(resident, kernel.blocks));

@@ -18,8 +18,9 @@ int splits_of(const ForwardProblem& problem, const ForwardKernel& kernel, const 
 // The same for a grid of so many blocks, each of which visits so many key tiles. resident: blocks that a
 // multiprocessor runs at once.
 int splits_for(int64_t blocks, int64_t key_tiles, int multiprocessors, int resident);
-// The same for few queries, all blocks at once. pages: the keys lie in pages.
-int splits_for_few(int64_t blocks, int64_t key_tiles, int multiprocessors, int resident, bool pages);
+// The same for few queries, all blocks at once. pages: the keys lie in pages. cluster: so many can be one.
+int splits_for_few(int64_t blocks, int64_t key_tiles, int multiprocessors, int resident, bool pages,
+                   int cluster);
 
 struct WhyNot {
     std::string engine;

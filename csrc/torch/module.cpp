@@ -164,7 +164,8 @@ PYBIND11_MODULE(_C, module) {
     module.def("splits_for", &cuda::splits_for, pybind11::arg("blocks"), pybind11::arg("key_tiles"),
                pybind11::arg("multiprocessors"), pybind11::arg("resident"));
     module.def("splits_for_few", &cuda::splits_for_few, pybind11::arg("blocks"), pybind11::arg("key_tiles"),
-               pybind11::arg("multiprocessors"), pybind11::arg("resident"), pybind11::arg("pages") = false);
+               pybind11::arg("multiprocessors"), pybind11::arg("resident"), pybind11::arg("pages") = false,
+               pybind11::arg("cluster") = 1);
     module.def("register_gradient_node", register_gradient_node,
                "Gives torch's overrideable attention operator our kernels: operators.py asks, once.");
     module.attr("compiler") = __VERSION__;

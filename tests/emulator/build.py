@@ -29,7 +29,8 @@ FLAGS = ["-std=c++20", "-fPIC", "-w", "-fvisibility=hidden", "-DFLASH_CUDA", "-D
 REWRITTEN = {
     r"extern __shared__ __align__\(\d+\) char memory\[\];": "char* const memory = emulator::shared_memory();",
     r"cudaLaunchKernelEx\(&config, kernel, Parameters\(arguments\)\.\.\.\)":
-        "(emulator::launch(kernel, blocks, threads, shared_bytes, arguments...), cudaSuccess)",
+        "(emulator::launch(kernel, blocks, threads, shared_bytes, launch.cluster, arguments...), "
+        "cudaSuccess)",
     r"__CUDA_ARCH__": "EMULATED_ARCH",
     r"defined\(__x86_64__\)": "0",  # one variant of the CPU engine
 }

@@ -76,6 +76,20 @@ def test_caches_of_few_queries(head_dim, layout):
     Cache("cpu", HALF, new=0, **sizes, **layout).check(causal=True, num_splits=3)
 
 
+@pytest.mark.parametrize("num_splits", [2, 3, 7])
+@pytest.mark.parametrize("seqlen_q", [2, 15])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_clusters_of_few_queries(head_dim, seqlen_q, num_splits):
+    """One tile, whose parts are a cluster, but 7 of 120 rows. Rows are done again in some of them, and one
+    has no keys."""
+    given = Case(torch.float16, 1, seqlen_q, 2100, 8, 1, head_dim, window_size=(1200, 0))
+    q, k, v, _ = given.draw()
+    k[:, 1700:] *= 30
+    out, lse = flash_attn.flash_attn_with_kvcache(q, k, v, window_size=(1200, 0), num_splits=num_splits,
+                                                  return_softmax_lse=True)
+    Expected(given.attend(), q, k, v).check(out=out, lse=lse)
+
+
 HEADS = 6  # of which the emulated device has four multiprocessors
 
 

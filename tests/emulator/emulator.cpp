@@ -23,6 +23,7 @@ struct Fiber {
     void* place[5];  // as __builtin_setjmp has it, which takes a fraction of setjmp's time
     char* stack;
     bool started;
+    uint64_t cluster_phases;  // that it has waited for
     std::deque<std::function<void()>> work;  // empty functions end groups
 };
 
@@ -66,7 +67,7 @@ struct Barrier {
     }
 };
 
-// A multiprocessor, and the block that runs there.
+// Where a block runs.
 struct Block {
     std::vector<Fiber> fibers;
     std::vector<Waiting> waiting;
@@ -78,9 +79,21 @@ struct Block {
 };
 
 std::mutex grids;
-Block blocks[kMultiprocessors];
+struct Cluster {
+    int arrived, live;  // threads
+    uint64_t generation;
+
+    void settle() {
+        if (arrived == 0 || arrived < live) return;
+        arrived = 0;
+        ++generation;
+    }
+};
+
+std::vector<Block> blocks(kMostInCluster);
 Block* here;
-int threads;
+int threads, cluster_blocks;
+std::vector<Cluster> clusters;
 uint32_t grid, begun;  // blocks
 int64_t memory_used;
 const std::function<void()>* kernel;
@@ -170,6 +183,7 @@ void begin_block() {
         Fiber& fiber = here->fibers[i];
         ++here->warps[i / kLanes].live;
         fiber.started = false;
+        fiber.cluster_phases = 0;
         fiber.work.clear();
         here->waiting[i] = {};
         getcontext(&fiber.begin);
@@ -180,8 +194,8 @@ void begin_block() {
 
 // The next block's turn, of those that run.
 void change_block() {
-    for (int i = 0; i < kMultiprocessors; ++i) {
-        here = here + 1 < blocks + kMultiprocessors ? here + 1 : blocks;
+    for (size_t i = 0; i < blocks.size(); ++i) {
+        here = here != &blocks.back() ? here + 1 : &blocks.front();
         if (here->live > 0) return;
     }
 }
@@ -189,7 +203,7 @@ void change_block() {
 // Who goes on, here or in another block.
 [[noreturn]] void go_on() {
     if (chance(1024)) change_block();
-    for (int tried = 0; tried < kMultiprocessors;) {
+    for (size_t tried = 0; tried < blocks.size();) {
         const int next = next_ready();
         if (next >= 0) resume(next);
         if (!work_somewhere()) change_block(), ++tried;
@@ -206,6 +220,9 @@ void run_thread() {
     --warp.live;
     warp.settle();
     for (Barrier& barrier : here->barriers) barrier.settle(here->live);
+    Cluster& cluster = clusters[here->index / cluster_blocks];
+    --cluster.live;
+    cluster.settle();
     if (here->live == 0) _longjmp(end_of_block, 1);
     go_on();
 }
@@ -331,7 +348,27 @@ void wait_for_groups_in_warp(int pending) {
     do_groups(here->warps[here->current / kLanes].work, pending);
 }
 
-void run_grid(const std::function<void()>& thread, int64_t blocks_of_grid, int count, int64_t bytes) {
+void arrive_at_cluster() {
+    Cluster& cluster = clusters[here->index / cluster_blocks];
+    ++cluster.arrived;
+    cluster.settle();
+}
+
+void wait_for_cluster() {
+    const Cluster& cluster = clusters[here->index / cluster_blocks];
+    const uint64_t generation = here->fibers[here->current].cluster_phases++;
+    wait_until([&] { return cluster.generation > generation; }, event_of(&cluster, generation));
+}
+
+char* shared_memory_of(uint32_t rank) {
+    const uint32_t index = here->index / cluster_blocks * cluster_blocks + rank;
+    for (Block& block : blocks)
+        if (block.live > 0 && block.index == index) return block.memory;
+    fail("shared memory of a block that does not run");
+}
+
+void run_grid(const std::function<void()>& thread, int64_t blocks_of_grid, int count, int64_t bytes,
+              int cluster) {
     const std::lock_guard lock(grids);
     for (Block& block : blocks)
         while (int(block.fibers.size()) < count) {
@@ -347,8 +384,11 @@ void run_grid(const std::function<void()>& thread, int64_t blocks_of_grid, int c
     idle = 0;
     memory_used = bytes;
     kernel = &thread;
-    for (Block& block : blocks) {
-        here = &block;
+    cluster_blocks = cluster;
+    if (cluster > kMostInCluster || grid % cluster) fail("clusters: their size");
+    clusters.assign(grid / cluster, {0, cluster * count, 0});
+    for (int i = 0; i < std::max(kMultiprocessors, cluster); ++i) {
+        here = &blocks[i];
         if (begun < grid) begin_block();
     }
     if (_setjmp(end_of_block) && begun < grid) begin_block();

@@ -25,7 +25,8 @@
 namespace emulator {
 
 constexpr int kLanes = 32;
-constexpr int kMultiprocessors = 4;  // of the device; each runs one block
+constexpr int kMultiprocessors = 4;  // of the device; each runs one block, or some of a cluster
+constexpr int kMostInCluster = 16;
 
 struct Index {
     uint32_t x;
@@ -88,13 +89,21 @@ void start_in_warp(std::function<void()> work);
 void end_group_in_warp();
 void wait_for_groups_in_warp(int pending);
 
-void run_grid(const std::function<void()>& thread, int64_t blocks, int threads, int64_t shared_bytes);
+// All threads of the cluster that have not ended arrive, then wait until all have.
+void arrive_at_cluster();
+void wait_for_cluster();
+// Of the cluster's block of that rank.
+char* shared_memory_of(uint32_t rank);
+
+// So many blocks are a cluster.
+void run_grid(const std::function<void()>& thread, int64_t blocks, int threads, int64_t shared_bytes,
+              int cluster);
 
 template <class... Parameters, class... Arguments>
-void launch(void (*kernel)(Parameters...), int64_t blocks, int threads, int64_t shared_bytes,
+void launch(void (*kernel)(Parameters...), int64_t blocks, int threads, int64_t shared_bytes, int cluster,
             const Arguments&... arguments) {
     const std::tuple<Parameters...> given(arguments...);
-    run_grid([&] { std::apply(kernel, given); }, blocks, threads, shared_bytes);
+    run_grid([&] { std::apply(kernel, given); }, blocks, threads, shared_bytes, cluster);
 }
 
 [[noreturn]] void fail(const char* why);

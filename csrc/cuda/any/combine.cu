@@ -96,7 +96,7 @@ __global__ void __launch_bounds__(kThreads)
 
 void combine_splits(const ForwardProblem& whole, int splits, float* partial, int64_t stride,
                     const Launch& launch) {
-    if (splits == 1) return;
+    if (splits == 1 || !partial) return;
     const Split parts = Split::of(whole, 0, splits, partial, stride);
     ForwardProblem problem = whole;
     if (problem.cu_seqlens_q) problem.batch = 1, problem.seqlen_q = problem.rows_q;

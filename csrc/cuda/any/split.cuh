@@ -9,7 +9,8 @@ namespace flash::cuda {
 // queries alone have split, B is 1 and Sq all of their rows.
 struct Split {
     int index = 0, count = 1;
-    float* out = nullptr;  // [count, B, H, Sq, head_dim of the configuration] partial results, count > 1 only
+    float* out = nullptr;  // [count, B, H, Sq, head_dim of the configuration] partial results, count > 1
+                           // only; nullptr where the blocks are a cluster (parts_together.cuh)
     float* lse = nullptr;  // [count, B, H, Sq]
 
     // partial: the workspace.
@@ -20,6 +21,8 @@ struct Split {
     static int64_t workspace_bytes(const ForwardProblem& problem, int count, int64_t stride) {
         return count == 1 ? 0 : count * rows(problem) * (stride + 1) * int64_t(sizeof(float));
     }
+
+    __device__ bool is_cluster() const { return !out; }
 
     // A share of the tiles that the block's rows see.
     __device__ Interval keys(const RowTile& tile, const Mask& mask, Position key_tile) const {

@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(kConfiguration.warps * 32, blocks_of(features)
     if constexpr (kConfiguration.few > 0) {
         await_grid_before();
         // What combines the splits waits for this grid's end. Blocks of others would only take its places.
-        if (splits > 1) let_next_grid_start();
+        if (splits > 1 && partial) let_next_grid_start();
     }
     auto& shared = *reinterpret_cast<ForwardShared<kDType, kConfiguration>*>(memory);
     const uint32_t index = splits == 1 ? blockIdx.x : blockIdx.x / uint32_t(splits);
@@ -70,7 +70,15 @@ const char* why_not(const ForwardProblem& problem, const Device& device) {
     return nullptr;
 }
 
-int64_t workspace_bytes(const ForwardProblem& problem, int splits) {
+// The blocks that share a tile's keys; 1: any/combine.cu puts together what they write. Large clusters are
+// spread unevenly, which costs more than it saves where each block has many tiles.
+int cluster_of(const ForwardProblem& problem, int splits, const Device& device) {
+    if (!kConfiguration.few || splits > most_in_cluster(device)) return 1;
+    return splits <= 8 || keys_of_few(problem) <= int64_t(splits) * 4 * kConfiguration.key_tile ? splits : 1;
+}
+
+int64_t workspace_bytes(const ForwardProblem& problem, int splits, const Device& device) {
+    if (cluster_of(problem, splits, device) == splits) return 0;
     return Split::workspace_bytes(problem, splits, kConfiguration.head_dim);
 }
 
@@ -84,14 +92,17 @@ void launch(const ForwardProblem& problem, int splits, const Launch& launch) {
     const double natural =
         features == Features::none ? problem.softmax_scale / double(score_unit) : 1 / GpuMath::unit;
     const int heads = kConfiguration.few ? int(heads_in_rows(problem, kConfiguration.few)) : 1;
-    auto* const partial = static_cast<float*>(launch.workspace);
+    const int cluster = cluster_of(problem, splits, launch.device);
+    auto* const partial = cluster == splits ? nullptr : static_cast<float*>(launch.workspace);
+    Launch of_few = launch.overlapping();
+    of_few.cluster = cluster;
     ForwardProblem tiled = problem;
     tiled.heads_q /= heads;
     const RowTiling tiling =
         RowTiling::of_queries(tiled, kConfiguration.query_tile / heads, launch.device.l2_bytes / 3);
     launch_kernel(FLASH_KERNEL_NAME, kernel, tiling.count() * splits, kConfiguration.warps * 32, kSharedBytes,
-                  kConfiguration.few ? launch.overlapping() : launch, problem, tiling, splits, score_unit,
-                  natural, partial, heads);
+                  kConfiguration.few ? of_few : launch, problem, tiling, splits, score_unit, natural, partial,
+                  heads);
     combine_splits(problem, splits, partial, kConfiguration.head_dim, launch);
 }
 

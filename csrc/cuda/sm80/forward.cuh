@@ -21,6 +21,7 @@
 #include "../tile/gpu_math.h"
 #include "../tile/warp_product.h"
 #include "../any/finite.cuh"
+#include "../any/parts_together.cuh"
 #include "../any/query_rows.cuh"
 #include "forward_shared.cuh"
 #include "score_gradient.cuh"
@@ -429,13 +430,15 @@ class ForwardTile {
             out_.scale_row(r, softmax_[r].normalizer() * keep_scale);
         }
         if (shared_.plan.split.count > 1) {
-            store_partial();
-            return;
+            if constexpr (c.few > 0)
+                if (shared_.plan.split.is_cluster()) return store_in_cluster();
+            return store_partial();
         }
         const RowTile& tile = shared_.plan.tile;
-        store_lse(statistics_of<float>(problem_.lse, tile.batch, tile.sequence.first_query_row,
-                                       rows_.first_head(tile)),
-                  problem_.lse.head_stride);
+        each_lse([&, lse = statistics_of<float>(problem_.lse, tile.batch, tile.sequence.first_query_row,
+                                                rows_.first_head(tile))](int r, float x) {
+            lse[rows_.head(row(r)) * problem_.lse.head_stride + query(r)] = x;
+        });
         // Its rows of Q are read by nobody else.
         store_fragment<dtype, QueryTile>(q_address(), out_, warp_row(), warp_value());
         if constexpr (c.columns > 1)
@@ -448,32 +451,37 @@ class ForwardTile {
                                                          rows_.rows(tile));
     }
 
-    // lse: of the sequence's first query and the first head. The lanes of a quad take one row each.
-    __device__ __forceinline__ void store_lse(float* lse, int64_t head_stride) const {
+    // The lanes of a quad take one row each: store(its r, lse).
+    template <class Store>
+    __device__ __forceinline__ void each_lse(const Store& store) const {
         const int mine = lane_index() % 4;
         OnlineSoftmax<GpuMath> softmax = softmax_[0];
 #pragma unroll
         for (int r = 1; r < Scores::rows; ++r)
             if (r == mine) softmax = softmax_[r];
         if (mine < Scores::rows && warp_key() == 0 && shared_.plan.tile.rows.contains(query(mine)))
-            lse[rows_.head(row(mine)) * head_stride + query(mine)] = softmax.log_sum_exp(natural_);
+            store(mine, softmax.log_sum_exp(natural_));
     }
 
     // Averages over this split's keys, in fp32 for the combination (any/combine.cu).
     __device__ __forceinline__ void store_partial() const {
         const auto& plan = shared_.plan;
         const int64_t first = plan.split.first_row(problem_, plan.tile, rows_.first_head(plan.tile));
-        store_lse(plan.split.lse + first, problem_.rows_q);
-#pragma unroll
-        for (int r = 0; r < Scores::rows; ++r) {
-            if (!plan.tile.rows.contains(query(r))) continue;
-            const int64_t place = first + rows_.head(row(r)) * problem_.rows_q + query(r);
-            float* out = plan.split.out + place * c.head_dim + warp_value() + lane_index() % 4 * 2;
-#pragma unroll
-            for (int n = 0; n < Output::column_tiles; ++n)
-                *reinterpret_cast<float2*>(out + n * 8) =
-                    make_float2(out_.at(r, 2 * n), out_.at(r, 2 * n + 1));
-        }
+        const auto place = [&](int r) { return first + rows_.head(row(r)) * problem_.rows_q + query(r); };
+        each_lse([&](int r, float x) { plan.split.lse[place(r)] = x; });
+        store_floats(out_, warp_value(), [&](int r) {
+            return plan.tile.rows.contains(query(r)) ? plan.split.out + place(r) * c.head_dim : nullptr;
+        });
+    }
+
+    // The same where the splits are a cluster; in the place of keys and values.
+    __device__ __forceinline__ void store_in_cluster() const {
+        auto& part = *reinterpret_cast<PartialRows<c.query_tile, c.head_dim>*>(&shared_.keys);
+        __syncthreads();  // all warps are done with them
+        each_lse([&](int r, float x) { part.lse[row(r)] = x; });
+        store_floats(out_, warp_value(), [&](int r) { return part.out[row(r)]; });
+        const Split& split = shared_.plan.split;
+        store_together<dtype, threads, 1>(problem_, shared_.plan.tile, rows_, split.index, split.count, part);
     }
 
     const ForwardProblem& problem_;

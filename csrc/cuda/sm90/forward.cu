@@ -60,8 +60,9 @@ const char* why_no_gain(const ForwardProblem& problem, const Device& device) {
         return "it is for larger head dims";
     if (rows_of_few(problem) <= 16) return "smaller tiles are enough";
     if (rows_of_few(problem) > 2048) return "it is for fewer queries";
-    const TurnTimes times = times_of_few(problem, kConfiguration.few, kConfiguration.queries(),
-                                         kConfiguration.key_tile, kConfiguration.head_dim, device);
+    TurnTimes times = times_of_few(problem, kConfiguration.few, kConfiguration.queries(),
+                                   kConfiguration.key_tile, kConfiguration.head_dim, device);
+    times.clusters = false;  // what pays was measured without
     if (times.blocks > INT32_MAX / kMostSplits) return "there are too many queries for its counter";
     // Others have a tile of 128 queries for each head, all of its keys, and start sooner. Of caches, and
     // where that leaves most of the GPU idle, they are the portable ones, which are slower; hardly so without
@@ -132,7 +133,16 @@ int64_t counter_bytes(const ForwardProblem& problem) {
     return kConfiguration.few || TileQueue::needs_counter(problem) ? TileQueue::workspace_bytes : 0;
 }
 
-int64_t workspace_bytes(const ForwardProblem& problem, int splits) {
+// Of blocks that have a part of a tile's keys each and nothing else; 1: any/combine.cu puts together what
+// they write.
+int cluster_of(const ForwardProblem& problem, int splits, const Device& device) {
+    if (!kConfiguration.few) return 1;
+    const int64_t tiles = tiling_of(problem, int(heads_in_rows(problem, kConfiguration.few)), device).count();
+    return TurnTimes::clusters_fit(tiles, splits, device.multiprocessors) ? splits : 1;
+}
+
+int64_t workspace_bytes(const ForwardProblem& problem, int splits, const Device& device) {
+    if (splits > 1 && cluster_of(problem, splits, device) == splits) return 0;
     return counter_bytes(problem) + Split::workspace_bytes(problem, splits, kConfiguration.values());
 }
 
@@ -147,15 +157,22 @@ void launch(const ForwardProblem& problem, int splits, const Launch& launch) {
     const PreciseFactor natural(kConfiguration.transformed ? 1 / GpuMath::unit
                                                            : problem.softmax_scale / unit);
     FewQueries few;
+    Launch overlapping = launch.overlapping();
+    void* counter = launch.workspace;
     if (kConfiguration.few) {
         few.heads = int(heads_in_rows(problem, kConfiguration.few));
         few.splits = splits;
-        few.partial = reinterpret_cast<float*>(static_cast<char*>(launch.workspace) + counter_bytes(problem));
+        overlapping.cluster = cluster_of(problem, splits, launch.device);
+        if (overlapping.cluster > 1)
+            counter = nullptr;  // a tile for each block
+        else
+            few.partial =
+                reinterpret_cast<float*>(static_cast<char*>(launch.workspace) + counter_bytes(problem));
     }
     const RowTiling tiling = tiling_of(problem, few.heads, launch.device);
     const int64_t count = tiling.count() * few.splits;
     const TileQueue queue(tiling, count, kConfiguration.few || tiles_ahead(problem, kConfiguration),
-                          counter_at(launch.workspace, launch));
+                          counter_at(counter, launch));
     const ForwardMaps maps{
         query_map(problem, few.heads),
         tensor_map(keys_of(problem, problem.k, problem.head_dim), kDType, kConfiguration.key_tile),
@@ -165,8 +182,8 @@ void launch(const ForwardProblem& problem, int splits, const Launch& launch) {
     const OutputMap out = kConfiguration.stages_output ? output_map(rows, kDType) : OutputMap{};
     launch_kernel(FLASH_KERNEL_NAME, attention_forward,
                   std::min<int64_t>(count, launch.device.multiprocessors * kConfiguration.blocks),
-                  kConfiguration.threads(), sizeof(Shared), launch.overlapping(), problem, maps, out, queue,
-                  unit, natural, few);
+                  kConfiguration.threads(), sizeof(Shared), overlapping, problem, maps, out, queue, unit,
+                  natural, few);
     combine_splits(problem, few.splits, few.partial, kConfiguration.values(), launch);
 }
 

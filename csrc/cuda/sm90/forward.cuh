@@ -47,17 +47,18 @@ class ForwardConsumer {
           shared_(shared),
           score_unit_(score_unit),
           rows_{few.heads},
-          out_(problem, natural, out, shared.output, few),
+          out_(problem, natural, out, shared, few),
           warpgroup_(__shfl_sync(0xffffffff, int(threadIdx.x) / 128, 0)) {}
 
     __device__ __forceinline__ void run() {
         if (c.turns && warpgroup_ == c.warpgroups - 1) pass_turn();
         uint32_t tile = 0;  // of keys, of all that the block does
+        bool had_tile = false;
         for (uint32_t n = 0;;) {
             const ForwardPlan& plan = await_queries(n);
             if (everywhere(plan.work == Work::end)) break;
             if constexpr (c.one_by_one()) {
-                if (everywhere(plan.work == Work::tile)) attend_one_by_one(n, tile);
+                if (everywhere(plan.work == Work::tile)) attend_one_by_one(n, tile), had_tile = true;
             } else if (multiplies(plan)) {
                 attend(n, tile);
                 continue;
@@ -69,6 +70,7 @@ class ForwardConsumer {
             leave_queries(n);
             leave_plan(n++);
         }
+        if constexpr (c.few > 0) out_.store_together(shared_.plans, had_tile);
         out_.await_stores();
     }
 
@@ -78,8 +80,7 @@ class ForwardConsumer {
     using QueryTile = TileLayout<64, c.columns(), 2, kPanel>;  // as the copies leave them
     using ValueTile = TileLayout<c.key_tile, c.value_columns(), 2, kPanel>;
 
-    static constexpr int kTurns = 1, kConsumers = 1 + c.warpgroups;  // names of barriers; 0 is the block's
-    static constexpr int kTurnThreads = 256;  // those whose turn it is, and those who were before
+    static constexpr int kTurns = 1, kTurnThreads = 256;  // the first turn's barrier; who has and had it
     static constexpr uint32_t kUnsettled = 1u << 31;  // beside a note's flags: a row has no maximum yet
     static constexpr int kAhead = 4;  // so many of a row's exponentials are prepared at once
 
@@ -470,13 +471,13 @@ class ForwardConsumer {
     // no factor.
     __device__ __forceinline__ void exclude_bad_values(const ForwardPlan& plan, uint32_t tile) {
         const KeyNote& note = shared_.note(tile);
-        barrier_of<c.consumers()>(kConsumers);  // everybody has read the last tile's notes
+        barrier_of<c.consumers()>(kConsumers<c>);  // everybody has read the last tile's notes
         if (threadIdx.x < (c.key_tile + 31) / 32) shared_.bad_keys[threadIdx.x] = 0;
-        barrier_of<c.consumers()>(kConsumers);
+        barrier_of<c.consumers()>(kConsumers<c>);
         clear_bad_elements<dtype, c.consumers(), ValueTile>(shared_address(shared_.v[tile % c.stages]),
                                                             shared_.bad_keys);
         fence_async_proxy();
-        barrier_of<c.consumers()>(kConsumers);
+        barrier_of<c.consumers()>(kConsumers<c>);
 #pragma unroll
         for (int r = 0; r < Scores::rows; ++r)
             if (sees_bad_key<dtype, c>(problem_, plan, note, warpgroup_, warp_row() + Scores::row(r), rows_,

@@ -4,6 +4,8 @@
 
 #include "../../attention/online_softmax.h"
 #include "../any/loader.cuh"
+#include "../any/parts_together.cuh"
+#include "../ptx/barrier.h"
 #include "../ptx/global.h"
 #include "../ptx/pair_fma.h"
 #include "../ptx/reduce.h"
@@ -33,6 +35,10 @@ __device__ __forceinline__ bool everywhere(bool x) {
     return __any_sync(0xffffffff, x);
 }
 
+// The name of the barrier of all that compute; the block's and the turns' come before.
+template <ForwardConfiguration c>
+constexpr int kConsumers = 1 + c.warpgroups;
+
 template <DType dtype, ForwardConfiguration c>
 class ForwardOutput {
   public:
@@ -40,8 +46,8 @@ class ForwardOutput {
 
     // natural: a score in natural units.
     __device__ ForwardOutput(const ForwardProblem& problem, const PreciseFactor& natural,
-                             const OutputMap& map, OutputStage<c>& stage, const FewQueries& few)
-        : problem_(problem), natural_(natural), map_(map), stage_(stage), rows_{few.heads} {}
+                             const OutputMap& map, ForwardShared<c>& shared, const FewQueries& few)
+        : problem_(problem), natural_(natural), map_(map), shared_(shared), few_(few), rows_{few.heads} {}
 
     // The next product is the first one. Where care is taken rows may be NaN before it.
     __device__ __forceinline__ void begin(bool careful) {
@@ -80,35 +86,35 @@ class ForwardOutput {
             factor[r] = softmax.rows[r].normalizer();
         }
         rescale(factor);
-        const bool partial = c.few && everywhere(plan.split.count > 1);
-        if (partial) store_partial(plan.split, tile, softmax);
-        const Operand packed(out_);
         bool finite[Output::rows];
+        if constexpr (c.few > 0) {
+            if (everywhere(plan.split.count > 1)) {
+                look_for_what_is_not_finite(out_, finite);
+                ask_again(plan, tile, softmax, finite, careful);
+                if (few_.is_cluster())
+                    keep_part(plan, softmax);
+                else
+                    store_partial(plan.split, tile, softmax);
+                return;
+            }
+        }
+        const Operand packed(out_);
         look_for_what_is_not_finite(packed, finite);
-        bool wrong = false;
-        bool follows[Output::rows];
-#pragma unroll
-        for (int r = 0; r < Output::rows; ++r) {
-            const OnlineSoftmax<GpuMath>& sums = softmax.rows[r];
-            const bool huge = !(fabsf(sums.reference()) < kHuge);
-            const bool small = c.transformed && sums.settled() && sums.row_sum < kSmall;
-            const bool right = finite[r] & (sums.row_sum < kTooLarge) & !huge & !small;
-            const bool mine = !careful & !right & rows_.rows(tile).contains(row(tile, r));
-            follows[r] = mine & (huge | small | !(sums.row_sum < kLarge));
-            wrong |= mine;
-        }
-        if (__builtin_expect(everywhere(wrong), false)) {
-#pragma unroll
-            for (int r = 0; r < Output::rows; ++r)
-                if (follows[r]) plan.follow(warp_row() + Output::row(r));
-            if (lane_index() == 0) plan.redo = true;
-        }
-        if (partial) return;
+        ask_again(plan, tile, softmax, finite, careful);
         store_lse(tile, softmax);
         if (c.stages_output && leaves_in_a_box(tile))
             store_box(tile, packed, careful);
         else
             store_rows<dtype>(rows_of(tile), packed, first_row(tile), rows_.rows(tile));
+    }
+
+    // What finish() kept of a cluster's part, when all other warps of the block have ended. Its tile is the
+    // only one: in the ring's first place, also if it was done again. had_tile: there was one.
+    __device__ __forceinline__ void store_together(PlanRing& plans, bool had_tile) const {
+        if (!had_tile || !few_.is_cluster()) return;
+        const Split& split = plans[0].split;
+        cuda::store_together<dtype, 128, 2>(problem_, part_of(plans[0].tile), rows_, split.index, split.count,
+                                            part());
     }
 
     // No query of the tile sees a key.
@@ -153,7 +159,42 @@ class ForwardOutput {
         return rows_.template of<Bits<dtype>>(problem_.out, tile, problem_.head_dim_v);
     }
 
-    // Rounded as it is, two elements at once: 0 times what is not finite is NaN.
+    // For the rows that are not right.
+    __device__ __forceinline__ void ask_again(ForwardPlan& plan, const RowTile& tile,
+                                              const ForwardSoftmax& softmax,
+                                              const bool (&finite)[Output::rows], bool careful) const {
+        bool wrong = false;
+        bool follows[Output::rows];
+#pragma unroll
+        for (int r = 0; r < Output::rows; ++r) {
+            const OnlineSoftmax<GpuMath>& sums = softmax.rows[r];
+            const bool huge = !(fabsf(sums.reference()) < kHuge);
+            const bool small = c.transformed && sums.settled() && sums.row_sum < kSmall;
+            const bool right = finite[r] & (sums.row_sum < kTooLarge) & !huge & !small;
+            const bool mine = !careful & !right & rows_.rows(tile).contains(row(tile, r));
+            follows[r] = mine & (huge | small | !(sums.row_sum < kLarge));
+            wrong |= mine;
+        }
+        if (__builtin_expect(everywhere(wrong), false)) {
+#pragma unroll
+            for (int r = 0; r < Output::rows; ++r)
+                if (follows[r]) plan.follow(warp_row() + Output::row(r));
+            if (lane_index() == 0) plan.redo = true;
+        }
+    }
+
+    // 0 times what is not finite is NaN.
+    __device__ __forceinline__ static void look_for_what_is_not_finite(const Output& out,
+                                                                       bool (&finite)[Output::rows]) {
+#pragma unroll
+        for (int r = 0; r < Output::rows; ++r) {
+            float zero = 0;
+#pragma unroll
+            for (int column = 0; column < Output::columns; ++column) zero = fmaf(out.at(r, column), 0, zero);
+            finite[r] = zero == 0;
+        }
+    }
+    // Rounded as it is, two elements at once.
     __device__ __forceinline__ static void look_for_what_is_not_finite(const Operand& packed,
                                                                        bool (&finite)[Output::rows]) {
         uint32_t zeros[Output::rows][2] = {};
@@ -212,6 +253,25 @@ class ForwardOutput {
         }
     }
 
+    // The warpgroup's rows of a cluster's part, the block's only tile: where copies were.
+    using Part = PartialRows<64, c.values()>;
+    __device__ __forceinline__ Part& part() const {
+        static_assert(sizeof(Part) * c.warpgroups <=
+                      sizeof(shared_.q) + sizeof(shared_.k) + sizeof(shared_.v));
+        return reinterpret_cast<Part*>(shared_.q)[warp_row() / 64];
+    }
+    // Unless the tile is done again.
+    __device__ __forceinline__ void keep_part(const ForwardPlan& plan, const ForwardSoftmax& softmax) const {
+        barrier_of<c.consumers()>(kConsumers<c>);  // all need no copies, and have said what is not right
+        if (everywhere(plan.redo)) return;
+        const int first = warp_row() % 64;
+#pragma unroll
+        for (int r = 0; r < Output::rows; ++r)
+            if (lane_index() % 4 == 0)
+                part().lse[first + Output::row(r)] = softmax.rows[r].log_sum_exp(natural_);
+        store_floats(out_, 0, [&](int r) { return part().out[first + Output::row(r)]; });
+    }
+
     // Whether a copy of the warp's 16 rows writes what exists and nothing else: it leaves out what lies
     // behind the tensor's rows, but would write those of the next packed sequence.
     __device__ __forceinline__ bool leaves_in_a_box(const RowTile& tile) const {
@@ -220,7 +280,7 @@ class ForwardOutput {
     }
     __device__ __forceinline__ void store_box(const RowTile& tile, const Operand& packed,
                                               bool careful) const {
-        const uint32_t scratch = stage_.of_warp(warp_row() / 16);
+        const uint32_t scratch = shared_.output.of_warp(warp_row() / 16);
         if (lane_index() == 0) {
             if (careful)  // what was stored before, of the same rows, must not come later
                 bulk_wait();
@@ -244,7 +304,8 @@ class ForwardOutput {
     const ForwardProblem& problem_;
     const PreciseFactor& natural_;
     const OutputMap& map_;
-    OutputStage<c>& stage_;
+    ForwardShared<c>& shared_;
+    const FewQueries& few_;
     const QueryRows<(c.few != 0)> rows_;
     bool fresh_ = false;
     Output out_;

@@ -82,7 +82,10 @@ enum class Work { tile, nothing, end };
 struct FewQueries {
     int heads = 1;  // that are rows
     int splits = 1;
-    float* partial = nullptr;
+    float* partial = nullptr;  // of splits that are no cluster
+
+    // The blocks that have a tile's parts, one each.
+    __device__ __forceinline__ bool is_cluster() const { return splits > 1 && !partial; }
 
     // The split of a number of TileQueue's, which becomes one of the tiling's.
     __device__ __forceinline__ Split take_split(uint32_t& index, const ForwardProblem& problem,
@@ -123,10 +126,10 @@ struct ForwardPlan {
         Interval some, all;
     } sights[KeyStart::kLists];
 
-    // Of few queries: where the tile's keys are. By one thread.
+    // Where the tile's keys are. By one thread.
     __device__ void locate(const ForwardProblem& problem, const ForwardConfiguration& c) {
         mask = Mask(problem, tile.sequence);
-        share = split.keys(tile, mask, c.key_tile);
+        share = c.few ? split.keys(tile, mask, c.key_tile) : Interval(0, kFar);
         start.visited = visited(tile, mask, share, c.key_tile);
     }
 
@@ -136,7 +139,7 @@ struct ForwardPlan {
         const int i = lane_index();
         const Position queries = c.few ? c.few / heads : 64;  // of a warpgroup
         if (i == 0) {
-            if (!c.few) mask = Mask(problem, tile.sequence), share = {0, kFar};
+            if (!c.few) locate(problem, c);
             const Position center = tile.first + mask.diagonal();
             reach = {mask.left < 0 ? -kFar : center - mask.left,
                      mask.right < 0 ? kFar : center + mask.right + 1};
@@ -171,7 +174,6 @@ struct ForwardPlan {
         }
         const uint32_t visitors = __ballot_sync(0xffffffff, visits);
         if (i == 0) {
-            if (!c.few) start.visited = visited(tile, mask, share, c.key_tile);
             start.mapped = problem.key_blocks.counts;
             start.row_halves = tile.first / kMaskQuarter;
             has_keys = start.mapped ? visitors != 0 : !start.visited.empty();

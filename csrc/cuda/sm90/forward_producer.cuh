@@ -178,11 +178,11 @@ class ForwardProducer {
         const ForwardPlan& plan = shared_.plans[0];
         const Interval visited = plan.start.visited;
         if (plan.work != Work::tile || visited.empty()) return;
-        begun_ = true;
         KeyRows rows(plan.tile, problem_);
         await_grid_before();
         CachedKeys(plan.tile, problem_).find(rows, visited.begin);
         if (lane_index() == 0) load<kKeys>(0, rows, visited.begin);
+        begun_ = true;
     }
 
     // The plan's tiles of keys, or of values, from the block's tile-th on; tile becomes the next plan's first
@@ -199,7 +199,7 @@ class ForwardProducer {
                 mbarrier_wait(in_ring(shared_.k_empty, tile), parity(shared_.k_empty, tile) ^ 1);
                 __syncwarp();  // else a lane could miss the phase
                 if (lane_index() == 0) {
-                    if (tile > 0 || !begun_) load<true>(tile, rows, note.first);
+                    load<true>(tile, rows, note.first);
                     shared_.note(tile) = note;
                     mbarrier_arrive(in_ring(shared_.k_full, tile));
                 }
@@ -209,7 +209,7 @@ class ForwardProducer {
                 mbarrier_wait(in_ring(shared_.v_empty, tile), parity(shared_.v_empty, tile) ^ 1);
                 __syncwarp();
                 if (lane_index() == 0) {
-                    if (tile > 0 || !begun_) load<false>(tile, rows, first);
+                    load<false>(tile, rows, first);
                     mbarrier_arrive(in_ring(shared_.v_full, tile));
                 }
             }
@@ -217,9 +217,10 @@ class ForwardProducer {
         }
     }
 
-    // By one lane, which has yet to arrive.
+    // By one lane, which has yet to arrive; what has been asked for is not again.
     template <bool kKeys>
     __device__ __forceinline__ void load(uint32_t tile, const KeyRows& rows, Position first) const {
+        if (tile == 0 && begun_) return;
         using Hint = std::conditional_t<c.few != 0, EvictFirst, NoHint>;
         if constexpr (kKeys)
             load_keys<c.key_tile, c.head_dim>(shared_.k[tile % c.stages], maps_.k,

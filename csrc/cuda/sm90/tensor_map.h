@@ -71,7 +71,7 @@ inline CUtensorMap encoded(void* data, const MapShape& shape) {
     CUtensorMap map;
     const CUresult result =
         encode(&map, shape.type, 4, data, extents, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-               shape.swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+               shape.swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     if (result != CUDA_SUCCESS)
         throw std::runtime_error("flash_attn: cuTensorMapEncodeTiled reports error " +
                                  std::to_string(int(result)));
