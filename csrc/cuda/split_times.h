@@ -25,7 +25,6 @@ struct TurnTimes {
     int64_t multiprocessors;
     int64_t slowness;  // half the time that a block takes for a tile of keys
     int64_t readers;   // so many blocks that take 2 read as fast as the memory can
-    bool clusters = true;  // parts may be one
 
     int64_t of_tiles(int64_t tiles, int64_t busy) const {
         return tiles * std::max(slowness * readers, 2 * busy);
@@ -39,13 +38,11 @@ struct TurnTimes {
     }
 
     int64_t operator()(int64_t splits) const {
-        // To begin and to end a part takes as long as a tile of keys, to combine them as long as eight, or
-        // five where they are a cluster.
+        // To begin and to end a part takes as long as a tile of keys, to combine them as long as eight.
         const int64_t tiles = (key_tiles + splits - 1) / splits + 1, parts = blocks * splits;
-        const bool cluster = clusters && clusters_fit(blocks, splits, multiprocessors);
-        const int64_t combining = splits == 1 ? 0 : (cluster ? 10 : 16) * readers;
         return parts / multiprocessors * of_tiles(tiles, multiprocessors) +
-               (parts % multiprocessors ? of_tiles(tiles, parts % multiprocessors) : 0) + combining;
+               (parts % multiprocessors ? of_tiles(tiles, parts % multiprocessors) : 0) +
+               (splits > 1 ? 16 * readers : 0);
     }
     int splits() const {
         return blocks == 0 ? 1 : fewest_splits(std::min<int64_t>(kMostSplits, key_tiles), 97, *this);

@@ -70,10 +70,14 @@ const char* why_not(const ForwardProblem& problem, const Device& device) {
     return nullptr;
 }
 
-// The blocks that share a tile's keys; 1: any/combine.cu puts together what they write. Large clusters are
-// spread unevenly, which costs more than it saves where each block has many tiles.
+// The blocks that share a tile's keys; 1: any/combine.cu puts together what they write. All clusters are to
+// run at once, for which an H200 has three quarters of its places, whatever their size. Large ones are spread
+// unevenly, which costs more than it saves where each block has many tiles.
 int cluster_of(const ForwardProblem& problem, int splits, const Device& device) {
     if (!kConfiguration.few || splits > most_in_cluster(device)) return 1;
+    const int64_t places =
+        std::min<int64_t>(blocks_in(device, kSharedBytes), kConfiguration.blocks) * device.multiprocessors;
+    if (tiles_of_few(problem, kConfiguration.query_tile, 1) * splits * 4 > places * 3) return 1;
     return splits <= 8 || keys_of_few(problem) <= int64_t(splits) * 4 * kConfiguration.key_tile ? splits : 1;
 }
 

@@ -60,9 +60,8 @@ const char* why_no_gain(const ForwardProblem& problem, const Device& device) {
         return "it is for larger head dims";
     if (rows_of_few(problem) <= 16) return "smaller tiles are enough";
     if (rows_of_few(problem) > 2048) return "it is for fewer queries";
-    TurnTimes times = times_of_few(problem, kConfiguration.few, kConfiguration.queries(),
-                                   kConfiguration.key_tile, kConfiguration.head_dim, device);
-    times.clusters = false;  // what pays was measured without
+    const TurnTimes times = times_of_few(problem, kConfiguration.few, kConfiguration.queries(),
+                                         kConfiguration.key_tile, kConfiguration.head_dim, device);
     if (times.blocks > INT32_MAX / kMostSplits) return "there are too many queries for its counter";
     // Others have a tile of 128 queries for each head, all of its keys, and start sooner. Of caches, and
     // where that leaves most of the GPU idle, they are the portable ones, which are slower; hardly so without
