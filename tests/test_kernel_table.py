@@ -362,8 +362,9 @@ def on_h100(**given):
 
 
 def test_few_queries_split_the_keys():
+    assert 16 <= on_h100(seqlen_q=1, seqlen_k=8192, batch=1, heads=8)["splits"] <= 64
     plan = on_h100(seqlen_q=1, seqlen_k=16384, batch=1, heads=8)
-    assert 16 < plan["splits"] <= 64
+    assert 16 < plan["splits"] <= 64  # more than a cluster has
     # A partial out of 64 numbers and a partial lse for each split, head and query.
     assert plan["workspace_bytes"] >= plan["splits"] * 8 * 65 * 4
 
@@ -401,11 +402,11 @@ def test_rows_of_more_queries(batch, seqlen_q, splits):
     assert plan["configuration"] == "forward_bfloat16_d128_q128_k128_s3_few" and plan["splits"] == splits
 
 
-@pytest.mark.parametrize("batch,seqlen_q", [(8, 8), (8, 1)])
-def test_parts_that_are_a_cluster_need_no_workspace(batch, seqlen_q):
-    assert on_h100(**GROUPED, batch=batch, seqlen_q=seqlen_q)["workspace_bytes"] == 0
-    # Of about as many blocks as there are multiprocessors some clusters would come later.
-    assert on_h100(**GROUPED, batch=1, seqlen_q=128)["workspace_bytes"] > 0
+@pytest.mark.parametrize("batch,seqlen_q,cluster", [(8, 8, True), (8, 1, True), (1, 128, False)])
+def test_parts_that_are_a_cluster_need_no_workspace(batch, seqlen_q, cluster):
+    """Of about as many blocks as there are multiprocessors some clusters would come later."""
+    plan = on_h100(**GROUPED, batch=batch, seqlen_q=seqlen_q)
+    assert plan["splits"] > 1 and (plan["workspace_bytes"] == 0) == cluster
 
 
 @pytest.mark.parametrize("given", [

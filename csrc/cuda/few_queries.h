@@ -51,7 +51,15 @@ inline int64_t keys_of_few(const ForwardProblem& problem) {
 // each.
 inline int most_in_cluster(const Device& device) {
     if (device.capability == 90 || device.capability == 100) return kMostInCluster;
-    return device.capability > 90 ? 8 : 1;
+    return device.capability > 90 ? kPortableCluster : 1;
+}
+
+// Whether so many clusters run at once, of blocks that have a multiprocessor each. Those of one lie in a part
+// of the chip with some 16 of them: an H200 runs 66 clusters of 2, 30 of 4, 22 of 5, 17 of 6, 15 of 8, 7 of
+// 16.
+inline bool clusters_fit(int64_t clusters, int64_t blocks, const Device& device) {
+    const int64_t eighths = blocks <= 2 ? 8 : blocks <= 4 ? 7 : blocks <= 8 ? 6 : 0;
+    return clusters * blocks * 8 <= device.multiprocessors * eighths;
 }
 
 // Of Hopper's kernels for few queries, measured.

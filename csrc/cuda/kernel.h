@@ -36,8 +36,9 @@ struct Launch {
     Launch overlapping() const { return {device, stream, workspace, device.capability >= 90}; }
 };
 
-constexpr int kMostSplits = 128;    // blocks that share the keys of a query tile
-constexpr int kMostInCluster = 16;  // that can be a cluster then, on some chips (ptx/cluster.h)
+constexpr int kMostSplits = 128;     // blocks that share the keys of a query tile
+constexpr int kMostInCluster = 16;   // that can be a cluster then, on some chips (ptx/cluster.h)
+constexpr int kPortableCluster = 8;  // and on all that have clusters
 
 struct ForwardKernel {
     const char* engine;  // "sm80"

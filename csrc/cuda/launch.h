@@ -30,7 +30,6 @@ void launch_kernel(const char* name, void (*kernel)(Parameters...), int64_t bloc
     if (shared_bytes > 48 * 1024)
         check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared_bytes)),
               name);
-    constexpr int kPortableCluster = 8;  // blocks, on all chips that have clusters
     if (launch.cluster > kPortableCluster)
         check(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1), name);
     cudaLaunchAttribute attributes[2]{};

@@ -29,14 +29,6 @@ struct TurnTimes {
     int64_t of_tiles(int64_t tiles, int64_t busy) const {
         return tiles * std::max(slowness * readers, 2 * busy);
     }
-    // Whether so many clusters run at once, of blocks that have a multiprocessor each. Those of one lie in a
-    // part of the chip with some 16 of them: an H200 runs 66 clusters of 2, 30 of 4, 22 of 5, 17 of 6, 15 of
-    // 8, 7 of 16.
-    static bool clusters_fit(int64_t clusters, int64_t blocks, int64_t multiprocessors) {
-        const int64_t eighths = blocks <= 2 ? 8 : blocks <= 4 ? 7 : blocks <= 8 ? 6 : 0;
-        return clusters * blocks * 8 <= multiprocessors * eighths;
-    }
-
     int64_t operator()(int64_t splits) const {
         // To begin and to end a part takes as long as a tile of keys, to combine them as long as eight.
         const int64_t tiles = (key_tiles + splits - 1) / splits + 1, parts = blocks * splits;

@@ -78,7 +78,6 @@ struct Block {
     alignas(1024) char memory[kSharedBytes];
 };
 
-std::mutex grids;
 struct Cluster {
     int arrived, live;  // threads
     uint64_t generation;
@@ -90,6 +89,7 @@ struct Cluster {
     }
 };
 
+std::mutex grids;
 std::vector<Block> blocks(kMostInCluster);
 Block* here;
 int threads, cluster_blocks;

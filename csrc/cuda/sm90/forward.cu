@@ -137,7 +137,7 @@ int64_t counter_bytes(const ForwardProblem& problem) {
 int cluster_of(const ForwardProblem& problem, int splits, const Device& device) {
     if (!kConfiguration.few) return 1;
     const int64_t tiles = tiling_of(problem, int(heads_in_rows(problem, kConfiguration.few)), device).count();
-    return TurnTimes::clusters_fit(tiles, splits, device.multiprocessors) ? splits : 1;
+    return clusters_fit(tiles, splits, device) ? splits : 1;
 }
 
 int64_t workspace_bytes(const ForwardProblem& problem, int splits, const Device& device) {
